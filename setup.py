@@ -28,6 +28,7 @@ os.chdir(ROOT)  # sources and build folders are relative to this file, whoever r
 
 CPU_SOURCES = [
     "csrc/cpu/registry.cpp",
+    "csrc/cpu/forward.cpp",
     "csrc/cpu/isa_scalar.cpp",
     "csrc/cpu/isa_avx2.cpp",
     "csrc/cpu/isa_avx512.cpp",
@@ -120,7 +121,7 @@ def extension() -> cpp_extension.CppExtension:
     # torch's and pybind11's headers are system headers: their warnings are not ours. pybind11's own
     # folder comes first, because torch carries a copy of another version.
     system = [pybind11.get_include(), *made.include_dirs]
-    made.include_dirs = ["csrc"]
+    made.include_dirs = [str(ROOT / "csrc")]
     made.extra_compile_args = [
         f"-std={STANDARD}",
         "-fvisibility=hidden",
