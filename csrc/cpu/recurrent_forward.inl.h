@@ -9,8 +9,7 @@
 //
 // Work split:  one task = some value heads of one key head and some columns of V, over a whole sequence.
 // Memory:      the first token reads the initial state where it lies and writes to the final state, which is
-//              then updated in place: per token and head 2 K V elements. Rows are visited in order, kStateRows at
-//              a time, over all columns, so that the prefetchers see few long streams.
+//              then updated in place: per token and head 2 K V elements.
 //
 // Included inside an ISA namespace, after a vector type X.
 
@@ -50,74 +49,110 @@ struct RecurrentForward {
     for (int i = 0; i < dim; i += W) sum = X::fma(X::load(a + i), X::load(b + i), sum);
     return X::sum(sum);
   }
-  static DELTANET_INLINE V load(const Real* p, int left) {
-    return left >= W ? X::load(p) : X::load_partial(p, left);
+  template <bool kPartial>
+  static DELTANET_INLINE V load(const Real* row, int j, int width, int lanes) {
+    return kPartial && j == width - 1 ? X::load_partial(row + j * W, lanes) : X::load(row + j * W);
   }
-  static DELTANET_INLINE void store(Real* p, V x, int left) {
-    if (left >= W)
-      X::store(p, x);
+  template <bool kPartial>
+  static DELTANET_INLINE void store(Real* row, int j, int width, int lanes, bool stream, V x) {
+    if (kPartial && j == width - 1)
+      X::store_partial(row + j * W, x, lanes);
+    else if (stream)
+      X::stream(row + j * W, x);
     else
-      X::store_partial(p, x, left);
+      X::store(row + j * W, x);
+  }
+  template <int kWidth, int kWrite>
+  static DELTANET_INLINE void prefetch_row(const Real* row) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kWidth * W; j += 64 / int(sizeof(Real))) __builtin_prefetch(row + j, kWrite, kWrite ? 3 : 2);
   }
 
-  // x += S[i .. i + kCount)^T k, y += the same with q
-  template <int kCount>
-  static DELTANET_INLINE void read_rows(const Scratch& s, const Real* S, int64_t ld, int i,
-                                        int columns) {
-    V k[kCount], q[kCount];
+  // One token, kWidth vectors of columns from column c on: both sums stay in registers over all rows, and the
+  // tile stays in L1 from the first sweep to the second. With kPartial the last vector has only `lanes` columns.
+  // Reads the state `from`, writes the state `to` (which may be the same, or null: not wanted). `next` is what
+  // the following tile will read: rows of a tile lie apart, so no hardware prefetcher follows them. `stream`
+  // writes past the caches: a state that no cache can hold is then not read only to be overwritten.
+  template <int kWidth, bool kPartial>
+  static DELTANET_NOINLINE void step(const Scratch& s, const Real* from, int64_t from_ld, Real* to,
+                                     int64_t to_ld, int dim_k, int c, int lanes, Real a, Real b, Real kq,
+                                     Real scale, const Real* next, bool stream) {
+    V x[kWidth], y[kWidth];
 #pragma GCC unroll 8
-    for (int r = 0; r < kCount; ++r) k[r] = X::set1(s.k[i + r]), q[r] = X::set1(s.q[i + r]);
-    for (int j = 0; j < columns; j += W) {
-      V x = X::load(s.x + j), y = X::load(s.y + j);
+    for (int j = 0; j < kWidth; ++j) x[j] = y[j] = X::zero();
+#pragma GCC unroll 2
+    for (int i = 0; i < dim_k; ++i) {
+      prefetch_row<kWidth, 0>(next + i * from_ld);
+      if (to && !stream) prefetch_row<kWidth, 1>(to + i * to_ld);
+      const V k = X::set1(s.k[i]), q = X::set1(s.q[i]);
 #pragma GCC unroll 8
-      for (int r = 0; r < kCount; ++r) {
-        const V row = load(S + (i + r) * ld + j, columns - j);
-        x = X::fma(k[r], row, x);
-        y = X::fma(q[r], row, y);
+      for (int j = 0; j < kWidth; ++j) {
+        const V row = load<kPartial>(from + i * from_ld, j, kWidth, lanes);
+        x[j] = X::fma(k, row, x[j]);
+        y[j] = X::fma(q, row, y[j]);
       }
-      X::store(s.x + j, x);
-      X::store(s.y + j, y);
     }
-  }
-  // to[i .. i + kCount) = a * from[i ..] + k d^T, where s.x holds d
-  template <int kCount>
-  static DELTANET_INLINE void write_rows(const Scratch& s, Real a, const Real* from,
-                                         int64_t from_ld, Real* to, int64_t to_ld, int i,
-                                         int columns) {
     const V decay = X::set1(a);
-    V k[kCount];
+    V d[kWidth];
 #pragma GCC unroll 8
-    for (int r = 0; r < kCount; ++r) k[r] = X::set1(s.k[i + r]);
-    for (int j = 0; j < columns; j += W) {
-      const V d = X::load(s.x + j);
-#pragma GCC unroll 8
-      for (int r = 0; r < kCount; ++r)
-        store(to + (i + r) * to_ld + j,
-              X::fma(k[r], d, X::mul(decay, load(from + (i + r) * from_ld + j, columns - j))),
-              columns - j);
-    }
-  }
-
-  // One token: reads the state `from`, writes the state `to` (which may be the same, or null: not wanted).
-  static DELTANET_INLINE void step(const Scratch& s, const Real* from, int64_t from_ld, Real* to,
-                                   int64_t to_ld, int dim_k, int columns, Real a, Real b, Real kq,
-                                   Real scale) {
-    for (int j = 0; j < columns; j += W) X::store(s.x + j, X::zero()), X::store(s.y + j, X::zero());
-    int i = 0;
-    for (; i + X::kStateRows <= dim_k; i += X::kStateRows)
-      read_rows<X::kStateRows>(s, from, from_ld, i, columns);
-    for (; i < dim_k; ++i) read_rows<1>(s, from, from_ld, i, columns);
-
-    for (int j = 0; j < columns; j += W) {
-      const V decay = X::set1(a), x = X::load(s.x + j), y = X::load(s.y + j);
-      const V d = X::mul(X::set1(b), X::fnma(decay, x, X::load(s.v + j)));
-      X::store(s.x + j, d);
-      X::store(s.o + j, X::mul(X::set1(scale), X::fma(X::set1(kq), d, X::mul(decay, y))));
+    for (int j = 0; j < kWidth; ++j) {
+      d[j] = X::mul(X::set1(b), X::fnma(decay, x[j], X::load(s.v + c + j * W)));
+      const V o = X::fma(X::set1(kq), d[j], X::mul(decay, y[j]));
+      X::store(s.o + c + j * W, X::mul(X::set1(scale), o));
     }
     if (!to) return;
-    for (i = 0; i + X::kStateRows <= dim_k; i += X::kStateRows)
-      write_rows<X::kStateRows>(s, a, from, from_ld, to, to_ld, i, columns);
-    for (; i < dim_k; ++i) write_rows<1>(s, a, from, from_ld, to, to_ld, i, columns);
+#pragma GCC unroll 2
+    for (int i = 0; i < dim_k; ++i) {
+      const V k = X::set1(s.k[i]);
+#pragma GCC unroll 8
+      for (int j = 0; j < kWidth; ++j) {
+        const V row = load<kPartial>(from + i * from_ld, j, kWidth, lanes);
+        store<kPartial>(to + i * to_ld, j, kWidth, lanes, stream, X::fma(k, d[j], X::mul(decay, row)));
+      }
+    }
+  }
+
+  // All columns of one token.
+  template <int kIndex = 0>
+  static DELTANET_INLINE void step_tile(int width, bool partial, const Scratch& s, const Real* from,
+                                        int64_t from_ld, Real* to, int64_t to_ld, int dim_k, int c, int lanes,
+                                        Real a, Real b, Real kq, Real scale, const Real* next, bool stream) {
+    constexpr int kWidth = X::kStateWidths[kIndex];
+    if (width == kWidth) {
+      if (partial)
+        step<kWidth, true>(s, from, from_ld, to, to_ld, dim_k, c, lanes, a, b, kq, scale, next,
+                            stream);
+      else
+        step<kWidth, false>(s, from, from_ld, to, to_ld, dim_k, c, lanes, a, b, kq, scale, next,
+                            stream);
+    } else if constexpr (kWidth > 1) {
+      step_tile<kIndex + 1>(width, partial, s, from, from_ld, to, to_ld, dim_k, c, lanes, a, b, kq, scale, next,
+                            stream);
+    }
+  }
+  static DELTANET_INLINE void step_all(const Scratch& s, const Real* from, int64_t from_ld, Real* to,
+                                       int64_t to_ld, int dim_k, int columns, Real a, Real b, Real kq,
+                                       Real scale, const Real* next_head, bool stream) {
+    for (int c = 0; c < columns;) {
+      const int vectors = (columns - c + W - 1) / W;
+      int width = 1;
+      for (int candidate : X::kStateWidths)
+        if (candidate <= vectors) {
+          width = candidate;
+          break;
+        }
+      const int end = c + width * W;
+      step_tile(width, end > columns, s, from + c, from_ld, to ? to + c : nullptr, to_ld, dim_k, c,
+                columns - end + W, a, b, kq, scale, end < columns ? from + end : next_head,
+                stream);
+      c = end;
+    }
+  }
+
+  // Twice: both the old and the new states.
+  static bool states_exceed_caches(const GatedDeltaRuleParams& p) {
+    constexpr int64_t kLargestCache = 32 << 20;
+    return 2 * int64_t(sizeof(Real)) * p.sequences * p.value_heads * p.dim_k * p.dim_v > kLargestCache;
   }
 
   static void run_head(const GatedDeltaRuleParams& p, const RuleTask& task, const Scratch& s, int64_t head) {
@@ -138,12 +173,16 @@ struct RecurrentForward {
     }
     // The first token may read the initial state in its place.
     const Real* from = state;
-    int64_t from_ld = state_ld;
+    int64_t from_ld = state_ld, next_head = 0;
+    bool stream = false;
     ConstMatrix initial{};
     if (p.initial_state) initial = head_state(p.initial_state, task.sequence, head, task.column_begin);
     if (begin < end && p.initial_state && initial.column_stride == 1 && initial.dtype == own_dtype<Real>()) {
       from = static_cast<const Real*>(initial.data);
       from_ld = initial.row_stride;
+      next_head = p.initial_state.stride[1];
+      stream = in_place && states_exceed_caches(p) && uintptr_t(state) % kScratchAlignment == 0 &&
+               state_ld * sizeof(Real) % kScratchAlignment == 0;
     } else {
       load_state<X>(p.initial_state ? &initial : nullptr, p.initial_state_is_identity,
                     task.column_begin, p.dim_k, columns, state, int(state_ld), columns);
@@ -165,10 +204,11 @@ struct RecurrentForward {
       Real g, beta;
       load_gates<Real>(p, batch, t, head, 1, &g, &beta);
       const bool wanted = t + 1 < end || p.final_state;
-      step(s, from, from_ld, wanted ? state : nullptr, state_ld, p.dim_k, columns,
-           Real(std::exp(g)), beta, dot(s.k, s.q, padded_k), Real(p.scale));
+      step_all(s, from, from_ld, wanted ? state : nullptr, state_ld, p.dim_k, columns, Real(std::exp(g)), beta,
+               dot(s.k, s.q, padded_k), Real(p.scale), from + next_head, from != state && stream);
       from = state;
       from_ld = state_ld;
+      next_head = 0;
       store_rows<X>(s.o, kRow, head_rows(p.output, batch, t, head, task.column_begin), 1, columns);
     }
     if (p.final_state && !in_place) store_state<X>(state, int(state_ld), final_state, p.dim_k, columns);
@@ -178,5 +218,6 @@ struct RecurrentForward {
     const Scratch s = carve(scratch, p.dim_k, task.column_end - task.column_begin);
     for (int64_t head = task.value_head_begin; head < task.value_head_end; ++head)
       run_head(p, task, s, head);
+    X::finish_streams();
   }
 };

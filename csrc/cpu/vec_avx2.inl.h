@@ -15,7 +15,7 @@ struct Avx2 {
   static constexpr int rows_for(int width) { return width == 2 ? 6 : 12; }
   static constexpr int update_rows_for(int width) { return width == 2 ? 6 : 12; }
   static constexpr int kDotRows = 2;    // 2 x 4 dot products at a time
-  static constexpr int kStateRows = 4;  // state rows per pass of the recurrent kernel
+  static constexpr int kStateWidths[] = {4, 2, 1};  // vectors of the state per pass of the recurrent kernel
 
   static DELTANET_INLINE V zero() { return _mm256_setzero_ps(); }
   static DELTANET_INLINE V set1(float x) { return _mm256_set1_ps(x); }
@@ -30,6 +30,9 @@ struct Avx2 {
   static DELTANET_INLINE void store_partial(float* p, V x, int n) {
     _mm256_maskstore_ps(p, first_lanes(n), x);
   }
+  // Stores past the caches, to an address aligned to the vector; others see them after finish_streams.
+  static DELTANET_INLINE void stream(float* p, V x) { _mm256_stream_ps(p, x); }
+  static DELTANET_INLINE void finish_streams() { _mm_sfence(); }
   static DELTANET_INLINE V add(V a, V b) { return _mm256_add_ps(a, b); }
   static DELTANET_INLINE V sub(V a, V b) { return _mm256_sub_ps(a, b); }
   static DELTANET_INLINE V mul(V a, V b) { return _mm256_mul_ps(a, b); }

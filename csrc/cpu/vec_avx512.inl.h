@@ -16,7 +16,7 @@ struct Avx512 {
   static constexpr int rows_for(int width) { return 16 / width; }
   static constexpr int update_rows_for(int width) { return 16 / width; }
   static constexpr int kDotRows = 4;    // 4 x 4 dot products at a time
-  static constexpr int kStateRows = 8;  // state rows per pass of the recurrent kernel
+  static constexpr int kStateWidths[] = {8, 4, 2, 1};  // vectors of the state per pass of the recurrent kernel
 
   static DELTANET_INLINE V zero() { return _mm512_setzero_ps(); }
   static DELTANET_INLINE V set1(float x) { return _mm512_set1_ps(x); }
@@ -29,6 +29,9 @@ struct Avx512 {
   static DELTANET_INLINE void store_partial(float* p, V x, int n) {
     _mm512_mask_storeu_ps(p, first_lanes(n), x);
   }
+  // Stores past the caches, to an address aligned to the vector; others see them after finish_streams.
+  static DELTANET_INLINE void stream(float* p, V x) { _mm512_stream_ps(p, x); }
+  static DELTANET_INLINE void finish_streams() { _mm_sfence(); }
   static DELTANET_INLINE V add(V a, V b) { return _mm512_add_ps(a, b); }
   static DELTANET_INLINE V sub(V a, V b) { return _mm512_sub_ps(a, b); }
   static DELTANET_INLINE V mul(V a, V b) { return _mm512_mul_ps(a, b); }

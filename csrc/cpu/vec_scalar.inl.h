@@ -16,7 +16,7 @@ struct Scalar {
   static constexpr int rows_for(int) { return 2; }
   static constexpr int update_rows_for(int) { return 2; }
   static constexpr int kDotRows = 2;
-  static constexpr int kStateRows = 4;
+  static constexpr int kStateWidths[] = {8, 1};  // vectors of the state per pass of the recurrent kernel
 
   static DELTANET_INLINE V zero() { return 0; }
   static DELTANET_INLINE V set1(Real x) { return x; }
@@ -24,6 +24,8 @@ struct Scalar {
   static DELTANET_INLINE V load_partial(const Real* p, int) { return *p; }
   static DELTANET_INLINE void store(Real* p, V x) { *p = x; }
   static DELTANET_INLINE void store_partial(Real* p, V x, int) { *p = x; }
+  static DELTANET_INLINE void stream(Real* p, V x) { *p = x; }
+  static DELTANET_INLINE void finish_streams() {}
   static DELTANET_INLINE V add(V a, V b) { return a + b; }
   static DELTANET_INLINE V sub(V a, V b) { return a - b; }
   static DELTANET_INLINE V mul(V a, V b) { return a * b; }

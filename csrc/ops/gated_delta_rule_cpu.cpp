@@ -2,12 +2,12 @@
 //
 // The gated delta rule and its transition on the CPU: checks, allocation, call.
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <tuple>
 
 #include "cpu/forward.h"
+#include "ops/allocate.h"
 #include "ops/checks.h"
 #include "ops/parallel_torch.h"
 #include "ops/tensor_view.h"
@@ -70,7 +70,7 @@ ScalarType state_dtype(const Tensor& key) {
 
 Tensor new_state(const Tensor& like, int64_t sequences, int64_t heads, int64_t rows, int64_t columns) {
   const int64_t sizes[] = {sequences, heads, rows, columns};
-  return torch::stable::new_empty(like, {sizes, 4}, state_dtype(like));
+  return allocate(like, {sizes, 4}, state_dtype(like));
 }
 
 template <class AnyView>
@@ -114,11 +114,11 @@ std::tuple<Tensor, Tensor> gated_delta_rule(
   STD_TORCH_CHECK(!allow_neg_eigval || use_beta_sigmoid, op, ": allow_neg_eigval needs use_beta_sigmoid");
 
   const int64_t out_sizes[] = {p.batch, p.tokens, p.value_heads, int64_t(p.dim_v)};
-  const Tensor out = torch::stable::new_empty(query, {out_sizes, 4});
+  const Tensor out = allocate(query, {out_sizes, 4}, query.scalar_type());
   const int64_t none[] = {0};
   const Tensor final_state = output_final_state
                                  ? new_state(key, p.sequences, p.value_heads, rows, columns)
-                                 : torch::stable::new_empty(key, {none, 1}, state_dtype(key));
+                                 : allocate(key, {none, 1}, state_dtype(key));
 
   p.query = view<4>(query);
   p.output = mutable_view<4>(out);

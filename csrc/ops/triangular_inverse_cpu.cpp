@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "cpu/forward.h"
+#include "ops/allocate.h"
 #include "ops/checks.h"
 #include "ops/parallel_torch.h"
 #include "ops/tensor_view.h"
@@ -24,7 +25,7 @@ Tensor unit_lower_triangular_inverse(Tensor L) {
   check_cpu_float(op, "L", L);
 
   const Tensor lower = torch::stable::contiguous(L);
-  const Tensor inverse = torch::stable::new_empty(L, L.sizes());
+  const Tensor inverse = allocate(L, L.sizes(), L.scalar_type());
   TriangularInverseParams p;
   p.count = L.numel() / (size * size);
   p.size = int(size);
