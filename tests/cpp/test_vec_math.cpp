@@ -32,6 +32,10 @@ using X = Scalar<float>;
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
+#pragma GCC diagnostic push
+// GCC warns of its own intrinsics (bug 105593).
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC target("avx2,fma,f16c")
 #endif
 namespace avx2_vec {
@@ -61,6 +65,7 @@ using X = Avx512;
 #if defined(__clang__)
 #pragma clang attribute pop
 #else
+#pragma GCC diagnostic pop
 #pragma GCC pop_options
 #endif
 
