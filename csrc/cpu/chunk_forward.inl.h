@@ -120,8 +120,22 @@ struct ChunkForward {
 
   // ---- once per chunk and value head --------------------------------------------------------------
 
-  // The first `count` rows of the chunk hold tokens.
-  static DELTANET_NOINLINE void make_gates(const Scratch& s, int count, const Real* g, const Real* beta,
+  // Where a chunk that starts with token `first` has to end. Normally at `count`; earlier where the decay rises by
+  // more than e^kMostRise inside it, which takes positive g. Then terms that grow like e^{G_i - G_j} would cancel in
+  // the substitution, while token by token nothing does. A new chunk starts there; what was before does not change.
+  static constexpr Real kMostRise = 3;
+  static int end_of_chunk(const Real* g, int first, int count) {
+    Wider sum = 0, lowest = 0;
+    for (int i = first + 1; i < count; ++i) {
+      sum += g[i];
+      if (sum - lowest > kMostRise) return i;
+      if (sum < lowest) lowest = sum;
+    }
+    return count;
+  }
+
+  // Tokens outside [first, end) count as padding.
+  static DELTANET_NOINLINE void make_gates(const Scratch& s, int first, int end, const Real* g, const Real* beta,
                                            Real scale) {
     Gates& gates = *s.gates;
     // G as hi + lo, summed in a wider type: after one strong gate a single Real would carry its rounding
@@ -129,8 +143,9 @@ struct ChunkForward {
     alignas(64) Real hi[C], lo[C], b[C];
     Wider sum = 0;
     for (int i = 0; i < C; ++i) {
-      if (i < count) sum += g[i];
-      b[i] = i < count ? beta[i] : Real(0);
+      const bool inside = i >= first && i < end;
+      if (inside) sum += g[i];
+      b[i] = inside ? beta[i] : Real(0);
       hi[i] = Real(sum);
       lo[i] = Real(sum - hi[i]);
     }
@@ -145,7 +160,7 @@ struct ChunkForward {
     }
     gates.keep = Real(std::exp(Wider(hi[C - 1]) + Wider(lo[C - 1])));
 
-    for (int i = 0; i < count; ++i) {
+    for (int i = first; i < end; ++i) {
       const V hi_i = X::set1(hi[i]), lo_i = X::set1(lo[i]);
       const V key_factor = X::set1(b[i] * s.rk[i]), query_factor = X::set1(scale * s.rq[i]);
       for (int j = 0; j <= i; j += W) {
@@ -155,8 +170,12 @@ struct ChunkForward {
         X::store(gates.L + i * C + j, X::mul(key_factor, X::mul(X::load(s.KK + i * C + j), D)));
         X::store(gates.P + i * C + j, X::mul(query_factor, X::mul(X::load(s.QK + i * C + j), D)));
       }
+      std::memset(gates.L + i * C, 0, sizeof(Real) * first);
+      std::memset(gates.P + i * C, 0, sizeof(Real) * first);
     }
-    for (int i = count; i < C; ++i) {
+    for (int i = 0; i < C; ++i) {
+      if (i >= first && i < end) continue;
+      gates.key[i] = gates.query[i] = gates.update[i] = 0;
       std::memset(gates.L + i * C, 0, sizeof(Real) * C);
       std::memset(gates.P + i * C, 0, sizeof(Real) * C);
     }
@@ -332,31 +351,30 @@ struct ChunkForward {
 
   // ---- a whole task -------------------------------------------------------------------------------
 
-  // All column tiles of one value head and chunk.
+  // All column tiles of one value head, tokens t + first to t + end of the chunk that starts at t.
   static void run_head(const GatedDeltaRuleParams& p, const RuleTask& task, const Scratch& s,
-                       int64_t batch, int64_t t, int count, int64_t head, Real* S) {
+                       int64_t batch, int64_t t, int first, int end, int64_t head, Real* S) {
     const int columns = task.column_end - task.column_begin;
     const int padded = round_up(columns, W);
-    const int rows = C;
     if (p.value)
-      pack_rows<X>(head_rows(p.value, batch, t, head, task.column_begin), count, columns, s.Vin, kRow,
-                   rows, padded);
+      pack_rows<X>(head_rows(p.value, batch, t, head, task.column_begin), end, columns, s.Vin, kRow, C,
+                   padded);
     for (int c = 0; c < padded;) {
       const int width = tile_width(padded - c), tile_columns = width * W;
       const int valid = min_of(tile_columns, columns - c);
-      Real* o = nullptr;
-      int64_t o_stride = tile_columns;
-      Matrix to{};
-      bool direct = false;
       if (p.output) {
-        to = head_rows(p.output, batch, t, head, task.column_begin + c);
-        direct = to.dtype == own_dtype<Real>() && to.column_stride == 1 && valid == tile_columns &&
-                 count == C;
-        o = direct ? static_cast<Real*>(to.data) : s.O;
-        if (direct) o_stride = to.row_stride;
+        Matrix to = head_rows(p.output, batch, t + first, head, task.column_begin + c);
+        const bool direct = to.dtype == own_dtype<Real>() && to.column_stride == 1 && valid == tile_columns &&
+                            first == 0 && end == C;
+        if (direct) {
+          run_tile(width, s, S, s.Vin + c, p.dim_k, end, static_cast<Real*>(to.data), to.row_stride);
+        } else {
+          run_tile(width, s, S, s.Vin + c, p.dim_k, end, s.O, tile_columns);
+          store_rows<X>(s.O + first * tile_columns, tile_columns, to, end - first, valid);
+        }
+      } else {
+        run_tile(width, s, S, s.Vin + c, p.dim_k, end, nullptr, 0);
       }
-      run_tile(width, s, S, s.Vin + c, p.dim_k, count, o, o_stride);
-      if (p.output && !direct) store_rows<X>(s.O, tile_columns, to, count, valid);
       S += p.dim_k * tile_columns;
       c += tile_columns;
     }
@@ -419,7 +437,7 @@ struct ChunkForward {
     const size_t head_state_size = size_t(p.dim_k) * round_up(columns, W);
     const int64_t batch = p.sequence_batch(task.sequence);
     const int64_t begin = p.sequence_begin(task.sequence), end = p.sequence_end(task.sequence);
-    // Products of missing queries and keys above valid rows are multiplied by zero later: they must be finite.
+    // Lanes above the diagonal take part in vector arithmetic, though nothing reads the result.
     std::memset(s.KK, 0, sizeof(Real) * C * C);
     std::memset(s.QK, 0, sizeof(Real) * C * C);
     if (!p.value) std::memset(s.Vin, 0, sizeof(Real) * C * kRow);
@@ -439,8 +457,11 @@ struct ChunkForward {
         const int64_t head = task.value_head_begin + r;
         Real g[C], beta[C];
         load_gates<Real>(p, batch, t, head, count, g, beta);
-        make_gates(s, count, g, beta, Real(p.scale));
-        run_head(p, task, s, batch, t, count, head, s.S + r * head_state_size);
+        for (int first = 0, last; first < count; first = last) {
+          last = end_of_chunk(g, first, count);
+          make_gates(s, first, last, g, beta, Real(p.scale));
+          run_head(p, task, s, batch, t, first, last, head, s.S + r * head_state_size);
+        }
       }
     }
     if (p.final_state) for_each_state(p, task, s.S, StoreState{});
