@@ -103,6 +103,7 @@ lint: $(STAMPS)/lint $(STAMPS)/build ## clang-format, ruff, mypy, codespell
 	ruff format --check $(PY_FILES)
 	mypy
 	codespell
+	$(PY) scripts/check_end_of_file.py
 
 fmt: $(STAMPS)/lint ## format everything
 	clang-format -i $(CPP_FILES)

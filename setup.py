@@ -91,7 +91,7 @@ def decide_cuda() -> tuple[bool, str]:
         if nvcc is None:
             missing = "no nvcc found in CUDA_HOME or PATH"
         elif nvcc[1] != int(torch.version.cuda.split(".")[0]):
-            missing = f"nvcc {nvcc[0]} and torch's CUDA {torch.version.cuda} differ in major version"
+            missing = f"nvcc {nvcc[0]} and torch's CUDA {torch.version.cuda} differ in major"
     if missing is None:
         return True, f"torch's CUDA {torch.version.cuda}"
     if wish == "on":
@@ -152,8 +152,9 @@ class BuildExtension(cpp_extension.BuildExtension):
 
     def say_what_is_built(self) -> None:
         compiler, version = self._check_abi()
+        oldest = ".".join(map(str, OLDEST_TORCH))
         rows = {
-            "torch": f"{torch.__version__}; the library runs on {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} and newer",
+            "torch": f"{torch.__version__}; the library runs on {oldest} and newer",
             "compiler": f"{compiler} {version}, -std={STANDARD}, "
             + ("debug" if DEBUG else "release")
             + (", warnings are errors" if WERROR else "")
