@@ -55,11 +55,12 @@ inline uint16_t float_to_f16(float x) {
   const uint32_t magnitude = u & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return uint16_t(sign | 0x7e00u | ((magnitude >> 13) & 0x3ffu));
   if (magnitude >= 0x477ff000u) return uint16_t(sign | 0x7c00u);  // 65520 and above
-  if (magnitude >= 0x38800000u) {                                  // normal in fp16
+  if (magnitude >= 0x38800000u) {                                 // normal in fp16
     const uint32_t rebiased = magnitude - ((127u - 15u) << 23);
     return uint16_t(sign | ((rebiased + 0xfffu + ((rebiased >> 13) & 1u)) >> 13));
   }
-  // Subnormal: adding 0.5 leaves the value, rounded to a multiple of 2^-24, in the low mantissa bits.
+  // Subnormal: adding 0.5 leaves the value, rounded to a multiple of 2^-24, in the low mantissa
+  // bits.
   const uint32_t shifted = float_to_bits(bits_to_float(magnitude) + 0.5f);
   return uint16_t(sign | (shifted - 0x3f000000u));
 }

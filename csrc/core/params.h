@@ -37,15 +37,15 @@ constexpr int kMaxHeadDim = 256;
 // One call of the gated delta rule, forward. Sizes: B batch, T tokens, HK key heads, HV value heads
 // (a multiple of HK; value head h reads key head h / (HV/HK)), K and V head dims, N sequences.
 struct GatedDeltaRuleParams {
-  int64_t batch = 0;          // B
-  int64_t tokens = 0;         // T
-  int64_t key_heads = 0;      // HK
-  int64_t value_heads = 0;    // HV
-  int dim_k = 0, dim_v = 0;   // K, V: 1 to kMaxHeadDim
-  int64_t sequences = 0;      // N: B, or the number of packed sequences
+  int64_t batch = 0;         // B
+  int64_t tokens = 0;        // T
+  int64_t key_heads = 0;     // HK
+  int64_t value_heads = 0;   // HV
+  int dim_k = 0, dim_v = 0;  // K, V: 1 to kMaxHeadDim
+  int64_t sequences = 0;     // N: B, or the number of packed sequences
 
-  // [N+1], in host memory, rising from 0 to at most T: sequence n is the tokens from cu_seqlens[n] up to
-  // cu_seqlens[n+1] of batch row 0. Null: each batch row is one sequence.
+  // [N+1], in host memory, rising from 0 to at most T: sequence n is the tokens from cu_seqlens[n]
+  // up to cu_seqlens[n+1] of batch row 0. Null: each batch row is one sequence.
   const int64_t* cu_seqlens = nullptr;
 
   View<4> query;          // [B, T, HK, K]    absent: no output is computed (only the state)

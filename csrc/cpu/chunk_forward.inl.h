@@ -1,18 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The chunked gated delta rule, forward.                                        docs/algorithm.md (2) to (7)
+// The chunked gated delta rule, forward.                                        docs/algorithm.md
+// (2) to (7)
 //
 //   V' = (I + L)^-1 diag(b) (V - diag(e^G) K S)        forward substitution, T is never formed
 //   O  = scale (diag(e^G) Q S + (Q K^T o D) V')
 //   S <- e^{G_C} S + (diag(e^{G_C - G}) K)^T V'
 //
-// Work split:  one task = some value heads of one key head and some columns of V, over a whole sequence.
-//              Per chunk and key head: K K^T and Q K^T. Per value head: gates. Per column tile: the three lines.
-// Numerics:    everything in X::Real; G is a pair of Reals, summed in a wider type. l2norm, beta, decay and scale
+// Work split:  one task = some value heads of one key head and some columns of V, over a whole
+// sequence.
+//              Per chunk and key head: K K^T and Q K^T. Per value head: gates. Per column tile: the
+//              three lines.
+// Numerics:    everything in X::Real; G is a pair of Reals, summed in a wider type. l2norm, beta,
+// decay and scale
 //              are row factors of these products: K and Q themselves are never rescaled.
-// Memory:      q, k, v are read once and o is written once. The working state of a head is packed tile by
+// Memory:      q, k, v are read once and o is written once. The working state of a head is packed
+// tile by
 //              tile and stays in L2; nothing that is kept grows with T.
-// Padding:     K, V, chunk are padded with zeros (k = b = g = 0 leaves the state alone), so no loop has a tail.
+// Padding:     K, V, chunk are padded with zeros (k = b = g = 0 leaves the state alone), so no loop
+// has a tail.
 //
 // Included inside an ISA namespace, after a vector type X.
 
@@ -24,19 +30,20 @@ struct ChunkForward {
   static constexpr int W = X::kLanes;
   static constexpr int C = X::kChunk;
 
-  // Row stride of packed K, Q and V: the same for every head dim, so that a register tile addresses its
-  // rows by constants; not a power of two, so that rows do not meet in the same cache sets.
+  // Row stride of packed K, Q and V: the same for every head dim, so that a register tile addresses
+  // its rows by constants; not a power of two, so that rows do not meet in the same cache sets.
   static constexpr int kRow = kMaxHeadDim + 16;
   static constexpr int kWidest = X::kTileWidths[0];
   static_assert(C % 4 == 0 && C % X::kDotRows == 0 && C % W == 0 && kRow % W == 0);
 
   // Everything of a chunk and value head that depends on neither V nor S.
   struct Gates {
-    alignas(64) Real L[C * C];  // b_i (k_i . k_j) D_ij        j <  i   (3); above the diagonal: never read
-    alignas(64) Real P[C * C];  // scale (q_i . k_j) D_ij      j <= i
-    alignas(64) Real value[C];  // b_i
-    alignas(64) Real key[C];    // b_i e^{G_i}
-    alignas(64) Real query[C];  // scale e^{G_i}
+    alignas(64)
+        Real L[C * C];  // b_i (k_i . k_j) D_ij        j <  i   (3); above the diagonal: never read
+    alignas(64) Real P[C * C];   // scale (q_i . k_j) D_ij      j <= i
+    alignas(64) Real value[C];   // b_i
+    alignas(64) Real key[C];     // b_i e^{G_i}
+    alignas(64) Real query[C];   // scale e^{G_i}
     alignas(64) Real update[C];  // e^{G_C - G_i}
     Real keep;                   // e^{G_C}
   };
@@ -74,10 +81,11 @@ struct ChunkForward {
     return carve(nullptr, p.dim_k, heads, columns).bytes;
   }
 
-  // ---- once per chunk and key head ----------------------------------------------------------------
+  // ---- once per chunk and key head
+  // ----------------------------------------------------------------
 
-  // kDotRows x 4 dot products of rows of A and of B. Vectors run along K: nothing is transposed, nothing is
-  // broadcast, and blocks above the diagonal are left out.
+  // kDotRows x 4 dot products of rows of A and of B. Vectors run along K: nothing is transposed,
+  // nothing is broadcast, and blocks above the diagonal are left out.
   static DELTANET_INLINE void dot_products(const Real* A, const Real* B, int dim, Real* out) {
     V c[X::kDotRows * 4];
 #pragma GCC unroll 16
@@ -96,8 +104,8 @@ struct ChunkForward {
     X::store_sums(out, C, c);
   }
 
-  static DELTANET_NOINLINE void multiply_keys(const Scratch& s, int dim_k, int rows, bool with_query,
-                                              bool l2norm) {
+  static DELTANET_NOINLINE void multiply_keys(const Scratch& s, int dim_k, int rows,
+                                              bool with_query, bool l2norm) {
     const int dim = round_up(dim_k, W);
     for (int i = 0; i < rows; i += X::kDotRows)
       for (int j = 0; j < i + X::kDotRows; j += 4) {
@@ -118,11 +126,13 @@ struct ChunkForward {
     }
   }
 
-  // ---- once per chunk and value head --------------------------------------------------------------
+  // ---- once per chunk and value head
+  // --------------------------------------------------------------
 
-  // Where a chunk that starts with token `first` has to end. Normally at `count`; earlier where the decay rises by
-  // more than e^kMostRise inside it, which takes positive g. Then terms that grow like e^{G_i - G_j} would cancel in
-  // the substitution, while token by token nothing does. A new chunk starts there; what was before does not change.
+  // Where a chunk that starts with token `first` has to end. Normally at `count`; earlier where the
+  // decay rises by more than e^kMostRise inside it, which takes positive g. Then terms that grow
+  // like e^{G_i - G_j} would cancel in the substitution, while token by token nothing does. A new
+  // chunk starts there; what was before does not change.
   static constexpr Real kMostRise = 3;
   static int end_of_chunk(const Real* g, int first, int count) {
     Wider sum = 0, lowest = 0;
@@ -135,11 +145,11 @@ struct ChunkForward {
   }
 
   // Tokens outside [first, end) count as padding.
-  static DELTANET_NOINLINE void make_gates(const Scratch& s, int first, int end, const Real* g, const Real* beta,
-                                           Real scale) {
+  static DELTANET_NOINLINE void make_gates(const Scratch& s, int first, int end, const Real* g,
+                                           const Real* beta, Real scale) {
     Gates& gates = *s.gates;
-    // G as hi + lo, summed in a wider type: after one strong gate a single Real would carry its rounding
-    // error into every later difference.
+    // G as hi + lo, summed in a wider type: after one strong gate a single Real would carry its
+    // rounding error into every later difference.
     alignas(64) Real hi[C], lo[C], b[C];
     Wider sum = 0;
     for (int i = 0; i < C; ++i) {
@@ -181,8 +191,9 @@ struct ChunkForward {
     }
   }
 
-  // ---- once per chunk, value head and column tile -------------------------------------------------
-  // A tile is kWidth vectors of columns. Register tiles are kRows x kWidth accumulators.
+  // ---- once per chunk, value head and column tile
+  // ------------------------------------------------- A tile is kWidth vectors of columns. Register
+  // tiles are kRows x kWidth accumulators.
 
   template <int kWidth>
   struct Tile {
@@ -233,8 +244,8 @@ struct ChunkForward {
     }
 
     // (5) for rows r0 to r0 + kRows: substitution in the registers that hold K S
-    static DELTANET_INLINE void new_values(const Scratch& s, const Real* S, const Real* v, int dim_k,
-                                           int r0) {
+    static DELTANET_INLINE void new_values(const Scratch& s, const Real* S, const Real* v,
+                                           int dim_k, int r0) {
       const Gates& gates = *s.gates;
       Registers c;
       rows_times_state(c, s.K + r0 * kRow, S, dim_k);
@@ -268,7 +279,7 @@ struct ChunkForward {
 
     // (6) for rows r0 to r0 + kRows
     static DELTANET_INLINE void output(const Scratch& s, const Real* S, int dim_k, int r0, Real* o,
-                                       int64_t o_stride) {
+                                       int64_t o_stride, bool stream) {
       const Gates& gates = *s.gates;
       Registers c;
       rows_times_state(c, s.Q + r0 * kRow, S, dim_k);
@@ -282,10 +293,18 @@ struct ChunkForward {
       for (int k = 0; k < r0; ++k) add_row<false>(c, P, s.Vnew, k, 0);
 #pragma GCC unroll 32
       for (int k = 0; k < kRows; ++k) add_row<false>(c, P, s.Vnew, r0 + k, k);
+      o += r0 * o_stride;
+      if (stream) {
 #pragma GCC unroll 32
-      for (int i = 0; i < kRows; ++i)
+        for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 8
-        for (int j = 0; j < kWidth; ++j) X::store(o + (r0 + i) * o_stride + j * W, c[i][j]);
+          for (int j = 0; j < kWidth; ++j) X::stream(o + i * o_stride + j * W, c[i][j]);
+      } else {
+#pragma GCC unroll 32
+        for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 8
+          for (int j = 0; j < kWidth; ++j) X::store(o + i * o_stride + j * W, c[i][j]);
+      }
     }
 
     // (7) for state rows m to m + kCount
@@ -321,15 +340,16 @@ struct ChunkForward {
       for (; m < dim_k; ++m) update_rows<1>(s, S, m);
     }
 
-    // o: where rows can be stored directly, or null: no output is wanted.
-    static DELTANET_NOINLINE void run(const Scratch& s, Real* S, const Real* v, int dim_k, int count,
-                                      Real* o, int64_t o_stride) {
+    // o: where rows can be stored directly, or null: no output is wanted. `stream`: past the
+    // caches.
+    static DELTANET_NOINLINE void run(const Scratch& s, Real* S, const Real* v, int dim_k,
+                                      int count, Real* o, int64_t o_stride, bool stream) {
       const int rows = round_up(count, kRows);
       for (int r = 0; r < rows; r += kRows) new_values(s, S, v, dim_k, r);
       if (rows < C)  // the state update always runs over the whole chunk
         std::memset(s.Vup + rows * kColumns, 0, sizeof(Real) * (C - rows) * kColumns);
       if (o)
-        for (int r = 0; r < rows; r += kRows) output(s, S, dim_k, r, o, o_stride);
+        for (int r = 0; r < rows; r += kRows) output(s, S, dim_k, r, o, o_stride, stream);
       update_state(s, S, dim_k);
     }
   };
@@ -340,16 +360,27 @@ struct ChunkForward {
     return 1;
   }
   template <int kIndex = 0>
-  static DELTANET_INLINE void run_tile(int width, const Scratch& s, Real* S, const Real* v, int dim_k,
-                                       int count, Real* o, int64_t o_stride) {
+  static DELTANET_INLINE void run_tile(int width, const Scratch& s, Real* S, const Real* v,
+                                       int dim_k, int count, Real* o, int64_t o_stride,
+                                       bool stream) {
     constexpr int kWidth = X::kTileWidths[kIndex];
     if (width == kWidth)
-      Tile<kWidth>::run(s, S, v, dim_k, count, o, o_stride);
+      Tile<kWidth>::run(s, S, v, dim_k, count, o, o_stride, stream);
     else if constexpr (kWidth > 1)
-      run_tile<kIndex + 1>(width, s, S, v, dim_k, count, o, o_stride);
+      run_tile<kIndex + 1>(width, s, S, v, dim_k, count, o, o_stride, stream);
   }
 
-  // ---- a whole task -------------------------------------------------------------------------------
+  // ---- a whole task
+  // -------------------------------------------------------------------------------
+
+  // An output that no cache holds is written past the caches: a plain store would first read every
+  // line.
+  static bool streams(const GatedDeltaRuleParams& p, const Matrix& to) {
+    constexpr int64_t kLargeOutput = 8 << 20;
+    return p.batch * p.tokens * p.value_heads * p.dim_v * int64_t(sizeof(Real)) > kLargeOutput &&
+           uintptr_t(to.data) % kScratchAlignment == 0 &&
+           to.row_stride * sizeof(Real) % kScratchAlignment == 0;
+  }
 
   // All column tiles of one value head, tokens t + first to t + end of the chunk that starts at t.
   static void run_head(const GatedDeltaRuleParams& p, const RuleTask& task, const Scratch& s,
@@ -357,47 +388,28 @@ struct ChunkForward {
     const int columns = task.column_end - task.column_begin;
     const int padded = round_up(columns, W);
     if (p.value)
-      pack_rows<X>(head_rows(p.value, batch, t, head, task.column_begin), end, columns, s.Vin, kRow, C,
-                   padded);
+      pack_rows<X>(head_rows(p.value, batch, t, head, task.column_begin), end, columns, s.Vin, kRow,
+                   C, padded);
     for (int c = 0; c < padded;) {
       const int width = tile_width(padded - c), tile_columns = width * W;
       const int valid = min_of(tile_columns, columns - c);
       if (p.output) {
         Matrix to = head_rows(p.output, batch, t + first, head, task.column_begin + c);
-        const bool direct = to.dtype == own_dtype<Real>() && to.column_stride == 1 && valid == tile_columns &&
-                            first == 0 && end == C;
+        const bool direct = to.dtype == own_dtype<Real>() && to.column_stride == 1 &&
+                            valid == tile_columns && first == 0 && end == C;
         if (direct) {
-          run_tile(width, s, S, s.Vin + c, p.dim_k, end, static_cast<Real*>(to.data), to.row_stride);
+          run_tile(width, s, S, s.Vin + c, p.dim_k, end, static_cast<Real*>(to.data), to.row_stride,
+                   streams(p, to));
         } else {
-          run_tile(width, s, S, s.Vin + c, p.dim_k, end, s.O, tile_columns);
+          run_tile(width, s, S, s.Vin + c, p.dim_k, end, s.O, tile_columns, false);
           store_rows<X>(s.O + first * tile_columns, tile_columns, to, end - first, valid);
         }
       } else {
-        run_tile(width, s, S, s.Vin + c, p.dim_k, end, nullptr, 0);
+        run_tile(width, s, S, s.Vin + c, p.dim_k, end, nullptr, 0, false);
       }
       S += p.dim_k * tile_columns;
       c += tile_columns;
     }
-  }
-
-  // Asks for the next chunk's rows while this one is computed: they lie a head stride apart, which no
-  // hardware prefetcher follows.
-  static DELTANET_INLINE void prefetch(const ConstMatrix& m, int rows, int columns) {
-    if (m.column_stride != 1) return;
-    for (int r = 0; r < rows; ++r) {
-      const char* row = static_cast<const char*>(m.row(r));
-      for (int64_t at = 0; at < columns * size_of(m.dtype); at += 64)
-        __builtin_prefetch(row + at, 0, 2);
-    }
-  }
-  static void prefetch_chunk(const GatedDeltaRuleParams& p, const RuleTask& task, int64_t batch, int64_t t,
-                             int count) {
-    prefetch(head_rows(p.key, batch, t, task.key_head), count, p.dim_k);
-    if (p.query) prefetch(head_rows(p.query, batch, t, task.key_head), count, p.dim_k);
-    if (!p.value) return;
-    for (int64_t h = task.value_head_begin; h < task.value_head_end; ++h)
-      prefetch(head_rows(p.value, batch, t, h, task.column_begin), count,
-               task.column_end - task.column_begin);
   }
 
   template <class Visit>
@@ -446,12 +458,11 @@ struct ChunkForward {
     for (int64_t t = begin; t < end; t += C) {
       const int count = int(end - t < C ? end - t : C);
       const int padded_k = round_up(p.dim_k, W);
-      pack_rows<X>(head_rows(p.key, batch, t, task.key_head), count, p.dim_k, s.K, kRow, C, padded_k);
+      pack_rows<X>(head_rows(p.key, batch, t, task.key_head), count, p.dim_k, s.K, kRow, C,
+                   padded_k);
       if (p.query)
         pack_rows<X>(head_rows(p.query, batch, t, task.key_head), count, p.dim_k, s.Q, kRow, C,
                      padded_k);
-      if (t + C < end)
-        prefetch_chunk(p, task, batch, t + C, int(end - t - C < C ? end - t - C : C));
       multiply_keys(s, p.dim_k, round_up(count, X::kDotRows), bool(p.query), p.l2norm);
       for (int r = 0; r < heads; ++r) {
         const int64_t head = task.value_head_begin + r;
@@ -465,5 +476,6 @@ struct ChunkForward {
       }
     }
     if (p.final_state) for_each_state(p, task, s.S, StoreState{});
+    X::finish_streams();
   }
 };

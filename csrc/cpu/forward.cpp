@@ -13,30 +13,32 @@
 namespace deltanet::cpu {
 namespace {
 
-// Work is split until there are this many tasks, never further: enough for the cores of one machine. The
-// number must not depend on the threads at hand.
+// Work is split until there are this many tasks, never further: enough for the cores of one
+// machine. The number must not depend on the threads at hand.
 constexpr int64_t kEnoughTasks = 32;
 
 // Working states of one task, all value heads together, stay in a core's L2.
 constexpr int64_t kMaxStateBytes = 256 * 1024;
 
-// Up to this many tokens the token-by-token kernel is faster: a chunk costs the same however full it is.
+// Up to this many tokens the token-by-token kernel is faster: a chunk costs the same however full
+// it is.
 constexpr int64_t kShortRun = 4;
 
 struct Free {
   void operator()(void* p) const { std::free(p); }
 };
 
-// Runs task 0 .. count - 1 on at most max_workers threads, each with scratch of its own. A worker takes the
-// next task when it is free, so tasks may differ in size; which worker runs which task changes no result.
+// Runs task 0 .. count - 1 on at most max_workers threads, each with scratch of its own. A worker
+// takes the next task when it is free, so tasks may differ in size; which worker runs which task
+// changes no result.
 template <class Task>
 void run_tasks(int64_t count, size_t scratch_bytes, const Parallel& parallel, const Task& task) {
   if (count == 0) return;
   const int workers = int(std::min<int64_t>(count, std::max(1, parallel.max_workers())));
   const size_t bytes =
       (scratch_bytes + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
-  std::unique_ptr<char, Free> scratch(
-      static_cast<char*>(std::aligned_alloc(kScratchAlignment, std::max(bytes, kScratchAlignment) * workers)));
+  std::unique_ptr<char, Free> scratch(static_cast<char*>(
+      std::aligned_alloc(kScratchAlignment, std::max(bytes, kScratchAlignment) * workers)));
   if (!scratch) throw std::bad_alloc();
 
   struct Shared {
@@ -64,7 +66,8 @@ class RulePlan {
     heads_per_key_ = p.value_heads / p.key_heads;
     const int64_t keys = p.sequences * p.key_heads;
     const int64_t state_bytes = int64_t(p.dim_k) * p.dim_v * (p.is_double() ? 8 : 4);
-    // As many value heads as possible share one task, and with it K K^T, Q K^T and the rows of q and k.
+    // As many value heads as possible share one task, and with it K K^T, Q K^T and the rows of q
+    // and k.
     group_ = std::clamp<int64_t>(kMaxStateBytes / state_bytes, 1, heads_per_key_);
     while (group_ > 1 && keys * groups() < kEnoughTasks) group_ = (group_ + 1) / 2;
     columns_ = p.dim_v;
@@ -103,8 +106,9 @@ void clear_tail(const GatedDeltaRuleParams& p) {
   for (int64_t t = p.cu_seqlens[p.sequences]; t < p.tokens; ++t)
     for (int64_t h = 0; h < p.value_heads; ++h)
       for (int j = 0; j < p.dim_v; ++j)
-        std::memset(p.output.at(t * p.output.stride[1] + h * p.output.stride[2] + j * p.output.stride[3]), 0,
-                    size_of(p.output.dtype));
+        std::memset(
+            p.output.at(t * p.output.stride[1] + h * p.output.stride[2] + j * p.output.stride[3]),
+            0, size_of(p.output.dtype));
 }
 
 const Kernels& kernels_for(const GatedDeltaRuleParams& p) {

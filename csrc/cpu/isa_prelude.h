@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Everything that an ISA file includes from outside, before it opens its target region. A system header
-// included inside the region would compile its inline functions for that ISA, and the linker could
-// pick that copy for the whole program: an illegal instruction on older CPUs.
+// Everything that an ISA file includes from outside, before it opens its target region. A system
+// header included inside the region would compile its inline functions for that ISA, and the linker
+// could pick that copy for the whole program: an illegal instruction on older CPUs.
 #pragma once
 #include <cmath>
 #include <cstddef>

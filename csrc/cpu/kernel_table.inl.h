@@ -2,8 +2,8 @@
 //
 // The kernel table of a vector type. Included inside an ISA namespace, last.
 
-// Columns of a task: a multiple of every widest tile, and wide enough that K K^T, Q K^T and the packing of q
-// and k, which every task of a head repeats, stay below a tenth of its work.
+// Columns of a task: a multiple of every widest tile, and wide enough that K K^T, Q K^T and the
+// packing of q and k, which every task of a head repeats, stay below a tenth of its work.
 constexpr int kTaskColumns = 64;
 
 template <class X>

@@ -11,8 +11,8 @@
 
 namespace deltanet::cpu {
 
-// A piece of a call that needs no other piece: some value heads of one key head, and some columns of V,
-// over a whole sequence. (Columns are independent because the state's columns are.)
+// A piece of a call that needs no other piece: some value heads of one key head, and some columns
+// of V, over a whole sequence. (Columns are independent because the state's columns are.)
 struct RuleTask {
   int64_t sequence;
   int64_t key_head;

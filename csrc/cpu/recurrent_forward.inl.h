@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The gated delta rule token by token: decode and short runs.                    docs/algorithm.md (1)
+// The gated delta rule token by token: decode and short runs.                    docs/algorithm.md
+// (1)
 //
 //   d = b (v - a S^T k),   o = scale (a S^T q + (q . k) d),   S <- a S + k d^T
 //
-// Both products with the old S are taken in one sweep, so that a token reads the state once and writes it
-// once; the second sweep finds it in L1 or L2.
+// Both products with the old S are taken in one sweep, so that a token reads the state once and
+// writes it once; the second sweep finds it in L1 or L2.
 //
-// Work split:  one task = some value heads of one key head and some columns of V, over a whole sequence.
-// Memory:      the first token reads the initial state where it lies and writes to the final state, which is
+// Work split:  one task = some value heads of one key head and some columns of V, over a whole
+// sequence. Memory:      the first token reads the initial state where it lies and writes to the
+// final state, which is
 //              then updated in place: per token and head 2 K V elements.
 //
 // Included inside an ISA namespace, after a vector type X.
@@ -65,18 +67,20 @@ struct RecurrentForward {
   template <int kWidth, int kWrite>
   static DELTANET_INLINE void prefetch_row(const Real* row) {
 #pragma GCC unroll 8
-    for (int j = 0; j < kWidth * W; j += 64 / int(sizeof(Real))) __builtin_prefetch(row + j, kWrite, kWrite ? 3 : 2);
+    for (int j = 0; j < kWidth * W; j += 64 / int(sizeof(Real)))
+      __builtin_prefetch(row + j, kWrite, kWrite ? 3 : 2);
   }
 
-  // One token, kWidth vectors of columns from column c on: both sums stay in registers over all rows, and the
-  // tile stays in L1 from the first sweep to the second. With kPartial the last vector has only `lanes` columns.
-  // Reads the state `from`, writes the state `to` (which may be the same, or null: not wanted). `next` is what
-  // the following tile will read: rows of a tile lie apart, so no hardware prefetcher follows them. `stream`
-  // writes past the caches: a state that no cache can hold is then not read only to be overwritten.
+  // One token, kWidth vectors of columns from column c on: both sums stay in registers over all
+  // rows, and the tile stays in L1 from the first sweep to the second. With kPartial the last
+  // vector has only `lanes` columns. Reads the state `from`, writes the state `to` (which may be
+  // the same, or null: not wanted). `next` is what the following tile will read: rows of a tile lie
+  // apart, so no hardware prefetcher follows them. `stream` writes past the caches: a state that no
+  // cache can hold is then not read only to be overwritten.
   template <int kWidth, bool kPartial>
   static DELTANET_NOINLINE void step(const Scratch& s, const Real* from, int64_t from_ld, Real* to,
-                                     int64_t to_ld, int dim_k, int c, int lanes, Real a, Real b, Real kq,
-                                     Real scale, const Real* next, bool stream) {
+                                     int64_t to_ld, int dim_k, int c, int lanes, Real a, Real b,
+                                     Real kq, Real scale, const Real* next, bool stream) {
     V x[kWidth], y[kWidth];
 #pragma GCC unroll 8
     for (int j = 0; j < kWidth; ++j) x[j] = y[j] = X::zero();
@@ -107,7 +111,8 @@ struct RecurrentForward {
 #pragma GCC unroll 8
       for (int j = 0; j < kWidth; ++j) {
         const V row = load<kPartial>(from + i * from_ld, j, kWidth, lanes);
-        store<kPartial>(to + i * to_ld, j, kWidth, lanes, stream, X::fma(k, d[j], X::mul(decay, row)));
+        store<kPartial>(to + i * to_ld, j, kWidth, lanes, stream,
+                        X::fma(k, d[j], X::mul(decay, row)));
       }
     }
   }
@@ -115,24 +120,26 @@ struct RecurrentForward {
   // All columns of one token.
   template <int kIndex = 0>
   static DELTANET_INLINE void step_tile(int width, bool partial, const Scratch& s, const Real* from,
-                                        int64_t from_ld, Real* to, int64_t to_ld, int dim_k, int c, int lanes,
-                                        Real a, Real b, Real kq, Real scale, const Real* next, bool stream) {
+                                        int64_t from_ld, Real* to, int64_t to_ld, int dim_k, int c,
+                                        int lanes, Real a, Real b, Real kq, Real scale,
+                                        const Real* next, bool stream) {
     constexpr int kWidth = X::kStateWidths[kIndex];
     if (width == kWidth) {
       if (partial)
         step<kWidth, true>(s, from, from_ld, to, to_ld, dim_k, c, lanes, a, b, kq, scale, next,
-                            stream);
+                           stream);
       else
         step<kWidth, false>(s, from, from_ld, to, to_ld, dim_k, c, lanes, a, b, kq, scale, next,
                             stream);
     } else if constexpr (kWidth > 1) {
-      step_tile<kIndex + 1>(width, partial, s, from, from_ld, to, to_ld, dim_k, c, lanes, a, b, kq, scale, next,
-                            stream);
+      step_tile<kIndex + 1>(width, partial, s, from, from_ld, to, to_ld, dim_k, c, lanes, a, b, kq,
+                            scale, next, stream);
     }
   }
-  static DELTANET_INLINE void step_all(const Scratch& s, const Real* from, int64_t from_ld, Real* to,
-                                       int64_t to_ld, int dim_k, int columns, Real a, Real b, Real kq,
-                                       Real scale, const Real* next_head, bool stream) {
+  static DELTANET_INLINE void step_all(const Scratch& s, const Real* from, int64_t from_ld,
+                                       Real* to, int64_t to_ld, int dim_k, int columns, Real a,
+                                       Real b, Real kq, Real scale, const Real* next_head,
+                                       bool stream) {
     for (int c = 0; c < columns;) {
       const int vectors = (columns - c + W - 1) / W;
       int width = 1;
@@ -143,8 +150,7 @@ struct RecurrentForward {
         }
       const int end = c + width * W;
       step_tile(width, end > columns, s, from + c, from_ld, to ? to + c : nullptr, to_ld, dim_k, c,
-                columns - end + W, a, b, kq, scale, end < columns ? from + end : next_head,
-                stream);
+                columns - end + W, a, b, kq, scale, end < columns ? from + end : next_head, stream);
       c = end;
     }
   }
@@ -152,10 +158,12 @@ struct RecurrentForward {
   // Twice: both the old and the new states.
   static bool states_exceed_caches(const GatedDeltaRuleParams& p) {
     constexpr int64_t kLargestCache = 32 << 20;
-    return 2 * int64_t(sizeof(Real)) * p.sequences * p.value_heads * p.dim_k * p.dim_v > kLargestCache;
+    return 2 * int64_t(sizeof(Real)) * p.sequences * p.value_heads * p.dim_k * p.dim_v >
+           kLargestCache;
   }
 
-  static void run_head(const GatedDeltaRuleParams& p, const RuleTask& task, const Scratch& s, int64_t head) {
+  static void run_head(const GatedDeltaRuleParams& p, const RuleTask& task, const Scratch& s,
+                       int64_t head) {
     const int columns = task.column_end - task.column_begin;
     const int padded = round_up(columns, W), padded_k = round_up(p.dim_k, W);
     const int64_t batch = p.sequence_batch(task.sequence);
@@ -176,8 +184,10 @@ struct RecurrentForward {
     int64_t from_ld = state_ld, next_head = 0;
     bool stream = false;
     ConstMatrix initial{};
-    if (p.initial_state) initial = head_state(p.initial_state, task.sequence, head, task.column_begin);
-    if (begin < end && p.initial_state && initial.column_stride == 1 && initial.dtype == own_dtype<Real>()) {
+    if (p.initial_state)
+      initial = head_state(p.initial_state, task.sequence, head, task.column_begin);
+    if (begin < end && p.initial_state && initial.column_stride == 1 &&
+        initial.dtype == own_dtype<Real>()) {
       from = static_cast<const Real*>(initial.data);
       from_ld = initial.row_stride;
       next_head = p.initial_state.stride[1];
@@ -204,14 +214,16 @@ struct RecurrentForward {
       Real g, beta;
       load_gates<Real>(p, batch, t, head, 1, &g, &beta);
       const bool wanted = t + 1 < end || p.final_state;
-      step_all(s, from, from_ld, wanted ? state : nullptr, state_ld, p.dim_k, columns, Real(std::exp(g)), beta,
-               dot(s.k, s.q, padded_k), Real(p.scale), from + next_head, from != state && stream);
+      step_all(s, from, from_ld, wanted ? state : nullptr, state_ld, p.dim_k, columns,
+               Real(std::exp(g)), beta, dot(s.k, s.q, padded_k), Real(p.scale), from + next_head,
+               from != state && stream);
       from = state;
       from_ld = state_ld;
       next_head = 0;
       store_rows<X>(s.o, kRow, head_rows(p.output, batch, t, head, task.column_begin), 1, columns);
     }
-    if (p.final_state && !in_place) store_state<X>(state, int(state_ld), final_state, p.dim_k, columns);
+    if (p.final_state && !in_place)
+      store_state<X>(state, int(state_ld), final_state, p.dim_k, columns);
   }
 
   static void run(const GatedDeltaRuleParams& p, const RuleTask& task, void* scratch) {

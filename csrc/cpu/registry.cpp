@@ -72,7 +72,8 @@ std::atomic<const Isa*> forced{nullptr};
 
 const Isa& active() {
   if (const Isa* isa = forced.load(std::memory_order_relaxed)) return *isa;
-  static const Isa& chosen = chosen_without_force();  // asked once: a call must not read the environment
+  static const Isa& chosen =
+      chosen_without_force();  // asked once: a call must not read the environment
   return chosen;
 }
 

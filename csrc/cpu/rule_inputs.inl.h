@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How the kernels read their inputs and write their outputs: rows of q, k, v, o of any element type and
-// any strides, gates, states. Arithmetic happens in Real alone. Included inside an ISA namespace.
+// How the kernels read their inputs and write their outputs: rows of q, k, v, o of any element type
+// and any strides, gates, states. Arithmetic happens in Real alone. Included inside an ISA
+// namespace.
 
 constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
@@ -51,9 +52,7 @@ struct Matrix {
   void* data;
   DType dtype;
   int64_t row_stride, column_stride;
-  void* row(int64_t r) const {
-    return static_cast<char*>(data) + r * row_stride * size_of(dtype);
-  }
+  void* row(int64_t r) const { return static_cast<char*>(data) + r * row_stride * size_of(dtype); }
 };
 
 // The rows (tokens) of one head, from token t and column c on.
@@ -93,12 +92,21 @@ constexpr DType own_dtype() {
 
 // ---- rows in ------------------------------------------------------------------------------------
 
+inline void prefetch(const void* row, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(row) + at);
+}
+
 template <class X, DType kType>
-inline void pack_rows_as(const ConstMatrix& m, int rows, int columns, typename X::Real* to, int ld) {
+inline void pack_rows_as(const ConstMatrix& m, int rows, int columns, typename X::Real* to,
+                         int ld) {
   using Real = typename X::Real;
   if (m.column_stride == 1) {
     const int whole = columns / X::kLanes * X::kLanes;
+    constexpr int kAhead = 8;
+    const int64_t bytes = columns * size_of(kType);
+    for (int r = 0; r < min_of(rows, kAhead); ++r) prefetch(m.row(r), bytes);
     for (int r = 0; r < rows; ++r) {
+      if (r + kAhead < rows) prefetch(m.row(r + kAhead), bytes);
       const void* row = m.row(r);
       for (int c = 0; c < whole; c += X::kLanes)
         X::store(to + r * ld + c, load_as<X, kType>(row, c));
@@ -106,7 +114,8 @@ inline void pack_rows_as(const ConstMatrix& m, int rows, int columns, typename X
     }
     return;
   }
-  // Column by column: the views that models make of a channels-first convolution have token stride 1.
+  // Column by column: the views that models make of a channels-first convolution have token
+  // stride 1.
   for (int c = 0; c < columns; ++c) {
     int64_t at = c * m.column_stride;
     for (int r = 0; r < rows; ++r, at += m.row_stride)
@@ -140,7 +149,8 @@ inline void pack_rows(const ConstMatrix& m, int rows, int columns, typename X::R
 // ---- rows out -----------------------------------------------------------------------------------
 
 template <class X, DType kType>
-inline void store_rows_as(const typename X::Real* from, int ld, const Matrix& m, int rows, int columns) {
+inline void store_rows_as(const typename X::Real* from, int ld, const Matrix& m, int rows,
+                          int columns) {
   const int whole = m.column_stride == 1 ? columns / X::kLanes * X::kLanes : 0;
   for (int r = 0; r < rows; ++r) {
     void* row = m.row(r);
@@ -152,7 +162,8 @@ inline void store_rows_as(const typename X::Real* from, int ld, const Matrix& m,
 }
 
 template <class X>
-inline void store_rows(const typename X::Real* from, int ld, const Matrix& m, int rows, int columns) {
+inline void store_rows(const typename X::Real* from, int ld, const Matrix& m, int rows,
+                       int columns) {
   if constexpr (sizeof(typename X::Real) == 8) {
     store_rows_as<X, DType::kFloat64>(from, ld, m, rows, columns);
   } else {
@@ -198,7 +209,8 @@ inline void store_state(const typename X::Real* from, int ld, const Matrix& m, i
 
 // ---- gates --------------------------------------------------------------------------------------
 
-// Below this log decay exp is 0 in Real anyway, and -inf would turn differences of prefix sums into NaN.
+// Below this log decay exp is 0 in Real anyway, and -inf would turn differences of prefix sums into
+// NaN.
 template <class Real>
 constexpr Real smallest_log_decay() {
   return sizeof(Real) == 8 ? Real(-800) : Real(-120);
@@ -206,8 +218,8 @@ constexpr Real smallest_log_decay() {
 
 inline double softplus(double x) { return (x > 0 ? x : 0) + std::log1p(std::exp(x > 0 ? -x : x)); }
 
-// Log decay and beta of tokens t to t + count of one value head, options applied. The scalar functions are
-// in double: a large A_log and a tiny softplus must not meet as inf * 0.
+// Log decay and beta of tokens t to t + count of one value head, options applied. The scalar
+// functions are in double: a large A_log and a tiny softplus must not meet as inf * 0.
 template <class Real>
 inline void load_gates(const GatedDeltaRuleParams& p, int64_t b, int64_t t, int64_t head, int count,
                        Real* g, Real* beta) {
@@ -215,9 +227,11 @@ inline void load_gates(const GatedDeltaRuleParams& p, int64_t b, int64_t t, int6
   if (!p.g) {
     for (int i = 0; i < count; ++i) g[i] = 0;
   } else if (p.gate_in_kernel) {
-    const double rate = -std::exp(load_element<double>(p.A_log.data, p.A_log.dtype, head * p.A_log.stride[0]));
-    const double bias =
-        p.dt_bias ? load_element<double>(p.dt_bias.data, p.dt_bias.dtype, head * p.dt_bias.stride[0]) : 0;
+    const double rate =
+        -std::exp(load_element<double>(p.A_log.data, p.A_log.dtype, head * p.A_log.stride[0]));
+    const double bias = p.dt_bias ? load_element<double>(p.dt_bias.data, p.dt_bias.dtype,
+                                                         head * p.dt_bias.stride[0])
+                                  : 0;
     for (int i = 0; i < count; ++i, at += p.g.stride[1])
       g[i] = Real(rate * softplus(load_element<double>(p.g.data, p.g.dtype, at) + bias));
   } else {

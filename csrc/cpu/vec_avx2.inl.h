@@ -8,14 +8,16 @@ struct Avx2 {
   using V = __m256;
   static constexpr int kLanes = 8;
 
-  // Register tiles, rows x vectors (chunk_forward.inl.h). 6 x 2: twelve accumulators hide the latency of
-  // two FMAs per cycle and leave four registers for operands. Chunks of 24 because 6 must divide the chunk.
+  // Register tiles, rows x vectors (chunk_forward.inl.h). 6 x 2: twelve accumulators hide the
+  // latency of two FMAs per cycle and leave four registers for operands. Chunks of 24 because 6
+  // must divide the chunk.
   static constexpr int kChunk = 24;
   static constexpr int kTileWidths[] = {2, 1};
   static constexpr int rows_for(int width) { return width == 2 ? 6 : 12; }
   static constexpr int update_rows_for(int width) { return width == 2 ? 6 : 12; }
-  static constexpr int kDotRows = 2;    // 2 x 4 dot products at a time
-  static constexpr int kStateWidths[] = {4, 2, 1};  // vectors of the state per pass of the recurrent kernel
+  static constexpr int kDotRows = 2;  // 2 x 4 dot products at a time
+  static constexpr int kStateWidths[] = {
+      4, 2, 1};  // vectors of the state per pass of the recurrent kernel
 
   static DELTANET_INLINE V zero() { return _mm256_setzero_ps(); }
   static DELTANET_INLINE V set1(float x) { return _mm256_set1_ps(x); }
@@ -30,7 +32,8 @@ struct Avx2 {
   static DELTANET_INLINE void store_partial(float* p, V x, int n) {
     _mm256_maskstore_ps(p, first_lanes(n), x);
   }
-  // Stores past the caches, to an address aligned to the vector; others see them after finish_streams.
+  // Stores past the caches, to an address aligned to the vector; others see them after
+  // finish_streams.
   static DELTANET_INLINE void stream(float* p, V x) { _mm256_stream_ps(p, x); }
   static DELTANET_INLINE void finish_streams() { _mm_sfence(); }
   static DELTANET_INLINE V add(V a, V b) { return _mm256_add_ps(a, b); }
@@ -62,13 +65,10 @@ struct Avx2 {
     const __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1);
     const __m256i bias = _mm256_set1_epi32(127);
     const __m256i a = _mm256_slli_epi32(_mm256_add_epi32(half, bias), 23);
-    const __m256i b =
-        _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), bias), 23);
+    const __m256i b = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), bias), 23);
     return _mm256_mul_ps(_mm256_mul_ps(x, _mm256_castsi256_ps(a)), _mm256_castsi256_ps(b));
   }
-  static DELTANET_INLINE V exp_of_sum(V hi, V lo) {
-    return exp_of_sum_by_polynomial<Avx2>(hi, lo);
-  }
+  static DELTANET_INLINE V exp_of_sum(V hi, V lo) { return exp_of_sum_by_polynomial<Avx2>(hi, lo); }
 
   static DELTANET_INLINE V load_bf16(const uint16_t* p) {
     const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));

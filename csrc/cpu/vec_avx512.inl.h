@@ -8,15 +8,16 @@ struct Avx512 {
   using V = __m512;
   static constexpr int kLanes = 16;
 
-  // Register tiles, rows x vectors (chunk_forward.inl.h): sixteen accumulators each. In the state update
-  // 16 are better than 24: with only kChunk steps per tile the next tile must start before this one
-  // has drained, and both must fit the reorder buffer (259 against 230 GFLOP/s on Zen 5).
+  // Register tiles, rows x vectors (chunk_forward.inl.h): sixteen accumulators each. In the state
+  // update 16 are better than 24: with only kChunk steps per tile the next tile must start before
+  // this one has drained, and both must fit the reorder buffer (259 against 230 GFLOP/s on Zen 5).
   static constexpr int kChunk = 16;
   static constexpr int kTileWidths[] = {4, 2, 1};
   static constexpr int rows_for(int width) { return 16 / width; }
   static constexpr int update_rows_for(int width) { return 16 / width; }
-  static constexpr int kDotRows = 4;    // 4 x 4 dot products at a time
-  static constexpr int kStateWidths[] = {8, 4, 2, 1};  // vectors of the state per pass of the recurrent kernel
+  static constexpr int kDotRows = 4;  // 4 x 4 dot products at a time
+  static constexpr int kStateWidths[] = {
+      8, 4, 2, 1};  // vectors of the state per pass of the recurrent kernel
 
   static DELTANET_INLINE V zero() { return _mm512_setzero_ps(); }
   static DELTANET_INLINE V set1(float x) { return _mm512_set1_ps(x); }
@@ -29,7 +30,8 @@ struct Avx512 {
   static DELTANET_INLINE void store_partial(float* p, V x, int n) {
     _mm512_mask_storeu_ps(p, first_lanes(n), x);
   }
-  // Stores past the caches, to an address aligned to the vector; others see them after finish_streams.
+  // Stores past the caches, to an address aligned to the vector; others see them after
+  // finish_streams.
   static DELTANET_INLINE void stream(float* p, V x) { _mm512_stream_ps(p, x); }
   static DELTANET_INLINE void finish_streams() { _mm_sfence(); }
   static DELTANET_INLINE V add(V a, V b) { return _mm512_add_ps(a, b); }
@@ -76,7 +78,8 @@ struct Avx512 {
                         _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
 
-  // out[i * ld + j] = sum of the lanes of c[4 i + j], for 4 rows of 4: a transpose that adds on the way
+  // out[i * ld + j] = sum of the lanes of c[4 i + j], for 4 rows of 4: a transpose that adds on the
+  // way
   static DELTANET_INLINE void store_sums(float* out, int ld, const V (&c)[16]) {
     V u[4];  // u[i]: in every 128-bit part one partial sum for each of the 4 columns of row i
     for (int i = 0; i < 4; ++i) {

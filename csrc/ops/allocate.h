@@ -14,9 +14,9 @@ namespace deltanet::ops {
 
 // A new tensor on `like`'s device, not initialized.
 //
-// malloc maps fresh pages for every block above 32 MB, and the kernel then clears them one 4 KB fault at a time:
-// for the states of a decode batch that costs more than the arithmetic. Asking for 2 MB pages takes
-// most of it away. Advice only: where it cannot be followed nothing changes.
+// malloc maps fresh pages for every block above 32 MB, and the kernel then clears them one 4 KB
+// fault at a time: for the states of a decode batch that costs more than the arithmetic. Asking for
+// 2 MB pages takes most of it away. Advice only: where it cannot be followed nothing changes.
 inline Tensor allocate(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
                        ScalarType dtype) {
   const Tensor x = torch::stable::new_empty(like, sizes, dtype);

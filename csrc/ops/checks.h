@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Checks of operator arguments, before any memory is touched. The Python functions check first and raise
-// ValueError or TypeError; these hold for whoever calls the operators directly, and for what Python
-// cannot see while it traces (the contents of cu_seqlens). No check reads a tensor's data, except cu_seqlens.
+// Checks of operator arguments, before any memory is touched. The Python functions check first and
+// raise ValueError or TypeError; these hold for whoever calls the operators directly, and for what
+// Python cannot see while it traces (the contents of cu_seqlens). No check reads a tensor's data,
+// except cu_seqlens.
 #pragma once
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
@@ -58,7 +59,8 @@ inline void check_shape(const char* op, const char* name, const Tensor& x,
 
 inline void check_rank(const char* op, const char* name, const Tensor& x, int64_t rank,
                        const char* letters) {
-  STD_TORCH_CHECK(x.dim() == rank, op, ": ", name, " has shape ", shape_of(x), "; expected ", letters);
+  STD_TORCH_CHECK(x.dim() == rank, op, ": ", name, " has shape ", shape_of(x), "; expected ",
+                  letters);
 }
 
 inline void check_cpu_float(const char* op, const char* name, const Tensor& x) {
@@ -83,7 +85,8 @@ inline std::vector<int64_t> read_cu_seqlens(const char* op, const Tensor& x, int
   const ScalarType t = x.scalar_type();
   STD_TORCH_CHECK(t == ScalarType::Int || t == ScalarType::Long, op, ": cu_seqlens is ", name_of(t),
                   "; supported: int32, int64");
-  STD_TORCH_CHECK(batch == 1, op, ": cu_seqlens packs sequences into one batch row; the batch is ", batch);
+  STD_TORCH_CHECK(batch == 1, op, ": cu_seqlens packs sequences into one batch row; the batch is ",
+                  batch);
   STD_TORCH_CHECK(x.sizes()[0] >= 1, op, ": cu_seqlens is empty; it must start with 0");
   std::vector<int64_t> starts(x.sizes()[0]);
   const int64_t stride = x.strides()[0];
@@ -91,12 +94,13 @@ inline std::vector<int64_t> read_cu_seqlens(const char* op, const Tensor& x, int
     starts[i] = t == ScalarType::Int
                     ? static_cast<const int32_t*>(x.const_data_ptr())[int64_t(i) * stride]
                     : static_cast<const int64_t*>(x.const_data_ptr())[int64_t(i) * stride];
-  STD_TORCH_CHECK(starts[0] == 0, op, ": cu_seqlens starts with ", starts[0], "; it must start with 0");
+  STD_TORCH_CHECK(starts[0] == 0, op, ": cu_seqlens starts with ", starts[0],
+                  "; it must start with 0");
   for (size_t i = 1; i < starts.size(); ++i)
-    STD_TORCH_CHECK(starts[i] >= starts[i - 1], op, ": cu_seqlens decreases from ", starts[i - 1], " to ",
-                    starts[i], " at position ", i);
-  STD_TORCH_CHECK(starts.back() <= tokens, op, ": cu_seqlens ends at ", starts.back(), ", beyond the ", tokens,
-                  " tokens");
+    STD_TORCH_CHECK(starts[i] >= starts[i - 1], op, ": cu_seqlens decreases from ", starts[i - 1],
+                    " to ", starts[i], " at position ", i);
+  STD_TORCH_CHECK(starts.back() <= tokens, op, ": cu_seqlens ends at ", starts.back(),
+                  ", beyond the ", tokens, " tokens");
   return starts;
 }
 

@@ -28,7 +28,8 @@ GatedDeltaRuleParams check_keys_and_values(const char* op, const Tensor& key, co
   p.tokens = key.sizes()[1];
   p.key_heads = key.sizes()[2];
   p.value_heads = value.sizes()[2];
-  check_shape(op, "value", value, {p.batch, p.tokens, p.value_heads, value.sizes()[3]}, "[B, T, HV, V]");
+  check_shape(op, "value", value, {p.batch, p.tokens, p.value_heads, value.sizes()[3]},
+              "[B, T, HV, V]");
   STD_TORCH_CHECK(p.key_heads >= 1 && p.value_heads >= 1 && p.value_heads % p.key_heads == 0, op,
                   ": value has ", p.value_heads, " heads and key ", p.key_heads,
                   "; supported: a multiple of the key heads, at least 1");
@@ -58,7 +59,8 @@ GatedDeltaRuleParams check_keys_and_values(const char* op, const Tensor& key, co
   return p;
 }
 
-std::vector<int64_t> host_cu_seqlens(const char* op, const OptionalTensor& cu_seqlens, const Tensor& key) {
+std::vector<int64_t> host_cu_seqlens(const char* op, const OptionalTensor& cu_seqlens,
+                                     const Tensor& key) {
   if (!cu_seqlens) return {};
   check_rank(op, "key", key, 4, "[B, T, HK, K]");
   return read_cu_seqlens(op, *cu_seqlens, key.sizes()[0], key.sizes()[1]);
@@ -68,7 +70,8 @@ ScalarType state_dtype(const Tensor& key) {
   return key.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-Tensor new_state(const Tensor& like, int64_t sequences, int64_t heads, int64_t rows, int64_t columns) {
+Tensor new_state(const Tensor& like, int64_t sequences, int64_t heads, int64_t rows,
+                 int64_t columns) {
   const int64_t sizes[] = {sequences, heads, rows, columns};
   return allocate(like, {sizes, 4}, state_dtype(like));
 }
@@ -89,16 +92,18 @@ using Forward = void(const GatedDeltaRuleParams&, const Parallel&);
 std::tuple<Tensor, Tensor> gated_delta_rule(
     const char* op, Forward& forward, const Tensor& query, const Tensor& key, const Tensor& value,
     const OptionalTensor& g, const OptionalTensor& beta, const OptionalTensor& initial_state,
-    const OptionalTensor& cu_seqlens, const OptionalTensor& A_log, const OptionalTensor& dt_bias, double scale,
-    bool output_final_state, bool use_qk_l2norm, bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval,
-    bool state_v_first) {
+    const OptionalTensor& cu_seqlens, const OptionalTensor& A_log, const OptionalTensor& dt_bias,
+    double scale, bool output_final_state, bool use_qk_l2norm, bool use_gate, bool use_beta_sigmoid,
+    bool allow_neg_eigval, bool state_v_first) {
   const std::vector<int64_t> starts = host_cu_seqlens(op, cu_seqlens, key);
   GatedDeltaRuleParams p = check_keys_and_values(op, key, value, g, beta, starts, bool(cu_seqlens));
   check_shape(op, "query", query, {p.batch, p.tokens, p.key_heads, p.dim_k}, "[B, T, HK, K]");
   check_cpu_float(op, "query", query);
-  STD_TORCH_CHECK(query.scalar_type() == key.scalar_type(), op, ": query is ", name_of(query.scalar_type()),
-                  " and key is ", name_of(key.scalar_type()), "; query, key and value must have one dtype");
-  const int64_t rows = state_v_first ? p.dim_v : p.dim_k, columns = state_v_first ? p.dim_k : p.dim_v;
+  STD_TORCH_CHECK(query.scalar_type() == key.scalar_type(), op, ": query is ",
+                  name_of(query.scalar_type()), " and key is ", name_of(key.scalar_type()),
+                  "; query, key and value must have one dtype");
+  const int64_t rows = state_v_first ? p.dim_v : p.dim_k,
+                columns = state_v_first ? p.dim_k : p.dim_v;
   if (initial_state) {
     check_shape(op, "initial_state", *initial_state, {p.sequences, p.value_heads, rows, columns},
                 state_v_first ? "[N, HV, V, K]" : "[N, HV, K, V]");
@@ -111,7 +116,8 @@ std::tuple<Tensor, Tensor> gated_delta_rule(
   if (A_log) check_vector(op, "A_log", *A_log, p.value_heads);
   if (dt_bias) check_vector(op, "dt_bias", *dt_bias, p.value_heads);
   STD_TORCH_CHECK(!use_beta_sigmoid || beta, op, ": use_beta_sigmoid needs beta");
-  STD_TORCH_CHECK(!allow_neg_eigval || use_beta_sigmoid, op, ": allow_neg_eigval needs use_beta_sigmoid");
+  STD_TORCH_CHECK(!allow_neg_eigval || use_beta_sigmoid, op,
+                  ": allow_neg_eigval needs use_beta_sigmoid");
 
   const int64_t out_sizes[] = {p.batch, p.tokens, p.value_heads, int64_t(p.dim_v)};
   const Tensor out = allocate(query, {out_sizes, 4}, query.scalar_type());
@@ -140,28 +146,32 @@ std::tuple<Tensor, Tensor> gated_delta_rule(
 }
 
 std::tuple<Tensor, Tensor> chunk_gated_delta_rule_forward(
-    Tensor query, Tensor key, Tensor value, OptionalTensor g, OptionalTensor beta, OptionalTensor initial_state,
-    OptionalTensor cu_seqlens, OptionalTensor A_log, OptionalTensor dt_bias, double scale,
-    bool output_final_state, bool use_qk_l2norm, bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval,
-    bool state_v_first) {
+    Tensor query, Tensor key, Tensor value, OptionalTensor g, OptionalTensor beta,
+    OptionalTensor initial_state, OptionalTensor cu_seqlens, OptionalTensor A_log,
+    OptionalTensor dt_bias, double scale, bool output_final_state, bool use_qk_l2norm,
+    bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, bool state_v_first) {
   return gated_delta_rule("chunk_gated_delta_rule", cpu::chunk_forward, query, key, value, g, beta,
-                          initial_state, cu_seqlens, A_log, dt_bias, scale, output_final_state, use_qk_l2norm,
-                          use_gate, use_beta_sigmoid, allow_neg_eigval, state_v_first);
+                          initial_state, cu_seqlens, A_log, dt_bias, scale, output_final_state,
+                          use_qk_l2norm, use_gate, use_beta_sigmoid, allow_neg_eigval,
+                          state_v_first);
 }
 
 std::tuple<Tensor, Tensor> recurrent_gated_delta_rule_forward(
-    Tensor query, Tensor key, Tensor value, OptionalTensor g, OptionalTensor beta, OptionalTensor initial_state,
-    OptionalTensor cu_seqlens, OptionalTensor A_log, OptionalTensor dt_bias, double scale,
-    bool output_final_state, bool use_qk_l2norm, bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval,
-    bool state_v_first) {
-  return gated_delta_rule("recurrent_gated_delta_rule", cpu::recurrent_forward, query, key, value, g, beta,
-                          initial_state, cu_seqlens, A_log, dt_bias, scale, output_final_state, use_qk_l2norm,
-                          use_gate, use_beta_sigmoid, allow_neg_eigval, state_v_first);
+    Tensor query, Tensor key, Tensor value, OptionalTensor g, OptionalTensor beta,
+    OptionalTensor initial_state, OptionalTensor cu_seqlens, OptionalTensor A_log,
+    OptionalTensor dt_bias, double scale, bool output_final_state, bool use_qk_l2norm,
+    bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, bool state_v_first) {
+  return gated_delta_rule("recurrent_gated_delta_rule", cpu::recurrent_forward, query, key, value,
+                          g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale,
+                          output_final_state, use_qk_l2norm, use_gate, use_beta_sigmoid,
+                          allow_neg_eigval, state_v_first);
 }
 
-// Equation (8) by running the rule twice: from the zero state it gives U, from I and with v = 0 it gives M.
-std::tuple<Tensor, Tensor> chunk_transition(Tensor key, Tensor value, OptionalTensor g, OptionalTensor beta,
-                                            OptionalTensor cu_seqlens, bool use_qk_l2norm) {
+// Equation (8) by running the rule twice: from the zero state it gives U, from I and with v = 0 it
+// gives M.
+std::tuple<Tensor, Tensor> chunk_transition(Tensor key, Tensor value, OptionalTensor g,
+                                            OptionalTensor beta, OptionalTensor cu_seqlens,
+                                            bool use_qk_l2norm) {
   const char* op = "chunk_transition";
   const std::vector<int64_t> starts = host_cu_seqlens(op, cu_seqlens, key);
   GatedDeltaRuleParams p = check_keys_and_values(op, key, value, g, beta, starts, bool(cu_seqlens));
@@ -184,7 +194,9 @@ std::tuple<Tensor, Tensor> chunk_transition(Tensor key, Tensor value, OptionalTe
 }  // namespace deltanet::ops
 
 STABLE_TORCH_LIBRARY_IMPL(deltanet_ext, CPU, m) {
-  m.impl("chunk_gated_delta_rule_forward", TORCH_BOX(&deltanet::ops::chunk_gated_delta_rule_forward));
-  m.impl("recurrent_gated_delta_rule_forward", TORCH_BOX(&deltanet::ops::recurrent_gated_delta_rule_forward));
+  m.impl("chunk_gated_delta_rule_forward",
+         TORCH_BOX(&deltanet::ops::chunk_gated_delta_rule_forward));
+  m.impl("recurrent_gated_delta_rule_forward",
+         TORCH_BOX(&deltanet::ops::recurrent_gated_delta_rule_forward));
   m.impl("chunk_transition", TORCH_BOX(&deltanet::ops::chunk_transition));
 }

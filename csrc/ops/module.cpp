@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The part of deltanet_ext._C that is not a tensor operator: what was built, and the choice of instruction set.
+// The part of deltanet_ext._C that is not a tensor operator: what was built, and the choice of
+// instruction set.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/stable/version.h>
@@ -38,9 +39,12 @@ py::dict build_info() {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "Build facts and instruction-set choice of deltanet_ext; its operators are in torch.ops.deltanet_ext.";
+  m.doc() =
+      "Build facts and instruction-set choice of deltanet_ext; its operators are in "
+      "torch.ops.deltanet_ext.";
   m.def("build_info", &build_info);
-  m.def("available_cpu_isas", &deltanet::cpu::available_isas, "Instruction sets that this CPU can run, best first.");
+  m.def("available_cpu_isas", &deltanet::cpu::available_isas,
+        "Instruction sets that this CPU can run, best first.");
   m.def("cpu_isa", &deltanet::cpu::active_isa, "The instruction set in use.");
   m.def("force_cpu_isa", &deltanet::cpu::force_isa, py::arg("name"),
         "Use this instruction set in the whole process; '' goes back to the automatic choice.");

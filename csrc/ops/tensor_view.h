@@ -32,8 +32,8 @@ inline DType to_dtype(ScalarType t) {
   }
 }
 
-// Where the view of a tensor without elements points: such a tensor may have no memory, but its view must
-// count as present. Never read or written.
+// Where the view of a tensor without elements points: such a tensor may have no memory, but its
+// view must count as present. Never read or written.
 inline char nothing;
 
 template <int kRank>

@@ -17,11 +17,11 @@ namespace {
 Tensor unit_lower_triangular_inverse(Tensor L) {
   const char* op = "unit_lower_triangular_inverse";
   const int64_t rank = L.dim();
-  STD_TORCH_CHECK(rank >= 2 && L.sizes()[rank - 1] == L.sizes()[rank - 2], op, ": L has shape ", shape_of(L),
-                  "; expected [..., C, C]");
+  STD_TORCH_CHECK(rank >= 2 && L.sizes()[rank - 1] == L.sizes()[rank - 2], op, ": L has shape ",
+                  shape_of(L), "; expected [..., C, C]");
   const int64_t size = L.sizes()[rank - 1];
-  STD_TORCH_CHECK(size >= 1 && size <= kMaxInverseSize, op, ": L has size ", size, "; supported: 1 to ",
-                  kMaxInverseSize);
+  STD_TORCH_CHECK(size >= 1 && size <= kMaxInverseSize, op, ": L has size ", size,
+                  "; supported: 1 to ", kMaxInverseSize);
   check_cpu_float(op, "L", L);
 
   const Tensor lower = torch::stable::contiguous(L);
