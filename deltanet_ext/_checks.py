@@ -167,7 +167,7 @@ def _plain_per_token(x: Any, batch: int, tokens: int, heads: int, dtype: torch.d
     return (
         isinstance(x, Tensor)
         and x.shape == (batch, tokens, heads)
-        and (x.dtype == torch.float32 or x.dtype == dtype)
+        and (x.dtype == dtype or (x.dtype == torch.float32 and dtype != torch.float64))
         and _is_plain(x)
     )
 
@@ -254,7 +254,7 @@ def _explain_tokens(
         if per_token is None:
             continue
         _need_tensor(call, name, per_token, "torch.Tensor or None")
-        _need_dtype(call, name, per_token, _fp32_or(first.dtype))
+        _need_dtype(call, name, per_token, _per_token_dtypes(first.dtype))
         _need_shape(call, name, per_token, "[B, T, HV]", (batch, tokens, heads))
     for name, given in {**required, "g": g, "beta": beta, "cu_seqlens": cu_seqlens}.items():
         if isinstance(given, Tensor):
@@ -429,8 +429,9 @@ def _need_device(call: str, name: str, x: Tensor, device: torch.device) -> None:
         )
 
 
-def _fp32_or(dtype: torch.dtype) -> Sequence[torch.dtype]:
-    return (torch.float32,) if dtype == torch.float32 else (torch.float32, dtype)
+def _per_token_dtypes(dtype: torch.dtype) -> Sequence[torch.dtype]:
+    """What g and beta may be: fp32 or as query; fp64 mixes with nothing."""
+    return (dtype,) if dtype in (torch.float32, torch.float64) else (torch.float32, dtype)
 
 
 def _kind(x: Any) -> str:

@@ -8,12 +8,9 @@ it (the reference is plain PyTorch); the first call that needs a kernel then say
 from __future__ import annotations
 
 import importlib
-import os
 from types import ModuleType
 
 import torch  # noqa: F401  first: the library's undefined symbols live in libtorch
-
-ISA_VARIABLE = "DELTANET_CPU_ISA"
 
 _library: ModuleType | None = None
 _why_missing: ImportError | None = None
@@ -40,17 +37,7 @@ def _load() -> None:
     except ImportError as error:
         _why_missing = error
         return
-    _check_isa_variable()
-
-
-def _check_isa_variable() -> None:
-    """A wrong DELTANET_CPU_ISA is an error here, not at some later call."""
-    wanted = os.environ.get(ISA_VARIABLE, "")
-    supported = library().available_cpu_isas()
-    if wanted and wanted not in supported:
-        raise ValueError(
-            f"{ISA_VARIABLE} is {wanted!r}; supported on this machine: {', '.join(supported)}"
-        )
+    _library.cpu_isa()  # a wrong DELTANET_CPU_ISA is a ValueError here, not at some later call
 
 
 _load()

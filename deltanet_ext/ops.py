@@ -8,7 +8,7 @@ Common to all (equation numbers are those of docs/algorithm.md):
   `[N, HV, K, V]`. HV is a multiple of HK and value head h reads key head `h // (HV / HK)`. K and V
   from 1 to 256, T from 0. N is B, or the number of sequences in `cu_seqlens`. Any strides.
 * dtypes: query, key, value are all float32, bfloat16, float16 or float64. g and beta are float32 or
-  of query's dtype. All arithmetic is fp32 (fp64 for float64 inputs), and so is the state.
+  of query's dtype (float64 for float64). All arithmetic, and the state, is fp32 (fp64 for float64).
 * Outputs are new contiguous tensors; no argument is ever written.
 * Gradients are not built yet: a tensor that requires grad raises NotImplementedError.
 """
@@ -265,7 +265,7 @@ def unit_lower_triangular_inverse(L: Tensor) -> Tensor:
 def build_info() -> dict[str, Any]:
     """How the compiled library was built: version, compiler, torch target, ISAs, CUDA or why not.
 
-    >>> "scalar" in build_info()["isas"]
+    >>> "scalar" in build_info()["cpu_isas_built"]
     True
     """
     return dict(_load.library().build_info())

@@ -84,7 +84,7 @@ def recurrent(
             q_t, k_t, v_t = q[rows, t, :, :, None], k[rows, t, :, :, None], v[rows, t, :, None, :]
             a_t, b_t = a_log[rows, t].exp()[..., None, None], b[rows, t][..., None, None]
             S = a_t * S
-            S = S + k_t * (b_t * (v_t - k_t.mT @ S))
+            S = torch.addcmul(S, k_t, b_t * (v_t - k_t.mT @ S))  # S + k (b (v - S^T k))^T
             out[rows, t] = scale * (S.mT @ q_t)[..., 0]
         states[n] = S
     return out, _final_states(states, output_final_state, state_v_first)
