@@ -191,7 +191,8 @@ struct RecurrentForward {
       from = static_cast<const Real*>(initial.data);
       from_ld = initial.row_stride;
       next_head = p.initial_state.stride[1];
-      stream = in_place && states_exceed_caches(p) && uintptr_t(state) % kScratchAlignment == 0 &&
+      stream = in_place && end - begin == 1 && states_exceed_caches(p) &&
+               uintptr_t(state) % kScratchAlignment == 0 &&
                state_ld * sizeof(Real) % kScratchAlignment == 0;
     } else {
       load_state<X>(p.initial_state ? &initial : nullptr, p.initial_state_is_identity,

@@ -44,6 +44,9 @@ struct ConstMatrix {
   const void* data;
   DType dtype;
   int64_t row_stride, column_stride;
+  const void* column(int64_t c) const {
+    return static_cast<const char*>(data) + c * column_stride * size_of(dtype);
+  }
   const void* row(int64_t r) const {
     return static_cast<const char*>(data) + r * row_stride * size_of(dtype);
   }
@@ -96,6 +99,25 @@ inline void prefetch(const void* row, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(row) + at);
 }
 
+// rows and columns are multiples of the vector length; row_stride is 1.
+template <class X, DType kType>
+inline void transpose_blocks(const ConstMatrix& m, int rows, int columns, typename X::Real* to,
+                             int ld) {
+  constexpr int W = X::kLanes;
+  for (int c = 0; c < columns; c += W) {
+    if (c + W < columns)
+      for (int i = 0; i < W; ++i) prefetch(m.column(c + W + i), rows * size_of(kType));
+    for (int r = 0; r < rows; r += W) {
+      typename X::V block[W];
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) block[i] = load_as<X, kType>(m.column(c + i), r);
+      X::transpose(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) X::store(to + (r + i) * ld + c, block[i]);
+    }
+  }
+}
+
 template <class X, DType kType>
 inline void pack_rows_as(const ConstMatrix& m, int rows, int columns, typename X::Real* to,
                          int ld) {
@@ -114,11 +136,20 @@ inline void pack_rows_as(const ConstMatrix& m, int rows, int columns, typename X
     }
     return;
   }
-  // Column by column: the views that models make of a channels-first convolution have token
-  // stride 1.
+  int done_rows = 0, done_columns = 0;
+  if constexpr (X::kLanes > 1) {
+    // Token stride 1: the views that models make of a channels-first convolution. Square blocks of
+    // it are transposed in registers.
+    if (m.row_stride == 1 && kType != DType::kFloat64) {
+      done_rows = rows / X::kLanes * X::kLanes;
+      done_columns = columns / X::kLanes * X::kLanes;
+      transpose_blocks<X, kType>(m, done_rows, done_columns, to, ld);
+    }
+  }
   for (int c = 0; c < columns; ++c) {
-    int64_t at = c * m.column_stride;
-    for (int r = 0; r < rows; ++r, at += m.row_stride)
+    const int first = c < done_columns ? done_rows : 0;
+    int64_t at = c * m.column_stride + first * m.row_stride;
+    for (int r = first; r < rows; ++r, at += m.row_stride)
       to[r * ld + c] = load_element<Real>(m.data, kType, at);
   }
 }

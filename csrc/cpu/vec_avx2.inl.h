@@ -102,4 +102,24 @@ struct Avx2 {
                     _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)));
     }
   }
+
+  // c[i] lane j <-> c[j] lane i
+  static DELTANET_INLINE void transpose(V (&c)[8]) {
+    V a[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += 4) {  // 4 x 4 blocks in each 128-bit half
+      const V x = _mm256_unpacklo_ps(c[i], c[i + 1]), y = _mm256_unpackhi_ps(c[i], c[i + 1]);
+      const V z = _mm256_unpacklo_ps(c[i + 2], c[i + 3]),
+              w = _mm256_unpackhi_ps(c[i + 2], c[i + 3]);
+      a[i] = _mm256_shuffle_ps(x, z, 0x44);
+      a[i + 1] = _mm256_shuffle_ps(x, z, 0xee);
+      a[i + 2] = _mm256_shuffle_ps(y, w, 0x44);
+      a[i + 3] = _mm256_shuffle_ps(y, w, 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      c[i] = _mm256_permute2f128_ps(a[i], a[i + 4], 0x20);
+      c[i + 4] = _mm256_permute2f128_ps(a[i], a[i + 4], 0x31);
+    }
+  }
 };

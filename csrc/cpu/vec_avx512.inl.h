@@ -99,4 +99,31 @@ struct Avx512 {
     _mm_storeu_ps(out + 2 * ld, _mm512_extractf32x4_ps(r, 2));
     _mm_storeu_ps(out + 3 * ld, _mm512_extractf32x4_ps(r, 3));
   }
+
+  // c[i] lane j <-> c[j] lane i
+  static DELTANET_INLINE void transpose(V (&c)[16]) {
+    V a[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 4) {  // 4 x 4 blocks in each 128-bit quarter
+      const V x = _mm512_unpacklo_ps(c[i], c[i + 1]), y = _mm512_unpackhi_ps(c[i], c[i + 1]);
+      const V z = _mm512_unpacklo_ps(c[i + 2], c[i + 3]),
+              w = _mm512_unpackhi_ps(c[i + 2], c[i + 3]);
+      a[i] = _mm512_shuffle_ps(x, z, 0x44);
+      a[i + 1] = _mm512_shuffle_ps(x, z, 0xee);
+      a[i + 2] = _mm512_shuffle_ps(y, w, 0x44);
+      a[i + 3] = _mm512_shuffle_ps(y, w, 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4;
+         ++i) {  // quarter q of a[i], a[i + 4], a[i + 8], a[i + 12] makes row i + 4 q
+      const V x = _mm512_shuffle_f32x4(a[i], a[i + 4], 0x88),
+              y = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0x88);
+      const V z = _mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd),
+              w = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0xdd);
+      c[i] = _mm512_shuffle_f32x4(x, y, 0x88);
+      c[i + 8] = _mm512_shuffle_f32x4(x, y, 0xdd);
+      c[i + 4] = _mm512_shuffle_f32x4(z, w, 0x88);
+      c[i + 12] = _mm512_shuffle_f32x4(z, w, 0xdd);
+    }
+  }
 };
