@@ -307,9 +307,19 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def recurrence(
+    args: Mapping[str, Any], dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """Output and final state by the reference."""
+    with one_thread():
+        out, state = reference.recurrent(**args, dtype=dtype)
+    assert state is not None
+    return out, state
+
+
 @dataclass(frozen=True)
 class Expected:
-    """Output and final state: exact (fp64), and as the recurrence gives them in plain arithmetic."""
+    """Output and final state: exact (fp64), and as the plain recurrence gives them."""
 
     out: Tensor
     state: Tensor
@@ -321,12 +331,11 @@ class Expected:
 def expected(case: Case, dtype: torch.dtype) -> Expected:
     """From the same rounded inputs. The baseline's output is rounded to `dtype`, as ours is."""
     args = case.inputs(dtype)
-    # fp64 has nothing finer to compare with: there the chunk form is the second opinion.
+    # fp64 has nothing finer to be compared with: there the chunk form is the second opinion.
     baseline = reference.chunked if dtype == torch.float64 else reference.recurrent
+    out, state = recurrence(args)
     with one_thread():
-        out, state = reference.recurrent(**args)
         base_out, base_state = baseline(**args, dtype=arithmetic(dtype))
-    assert state is not None
     assert base_state is not None
     return Expected(out, state, base_out.to(dtype), base_state)
 
