@@ -377,12 +377,14 @@ def judge(
 
     found, usual = difference(ours, theirs), difference(yardstick, theirs)
     limit = LIMITS[outcome.dtype]
+    # Both yardstick runs may agree bit for bit on a short text: a last bit of the logits is allowed.
+    last_bit = torch.finfo(DTYPES[outcome.dtype]).eps * float(theirs.logits.square().mean().sqrt())
     outcome.difference, outcome.allowed = (
         found,
         Difference(
             largest=math.inf if experts else limit.largest * usual.largest,
-            text=limit.text * usual.text,
-            generated=limit.generated * usual.generated,
+            text=limit.text * max(usual.text, last_bit),
+            generated=limit.generated * max(usual.generated, last_bit),
         ),
     )
     for name in ("largest", "text", "generated"):
