@@ -65,9 +65,11 @@ inline uint16_t float_to_f16(float x) {
   return uint16_t(sign | (shifted - 0x3f000000u));
 }
 
-// Element `index` of an array of any element type.
+// Element `index` of an array of any element type. Always inlined: a copy that is compiled for a
+// newer instruction set must never be the one that the linker keeps for everyone.
 template <class Real>
-inline Real load_element(const void* data, DType dtype, int64_t index) {
+__attribute__((always_inline)) inline Real load_element(const void* data, DType dtype,
+                                                        int64_t index) {
   switch (dtype) {
     case DType::kFloat32:
       return Real(static_cast<const float*>(data)[index]);
@@ -82,7 +84,8 @@ inline Real load_element(const void* data, DType dtype, int64_t index) {
 }
 
 template <class Real>
-inline void store_element(void* data, DType dtype, int64_t index, Real x) {
+__attribute__((always_inline)) inline void store_element(void* data, DType dtype, int64_t index,
+                                                         Real x) {
   switch (dtype) {
     case DType::kFloat32:
       static_cast<float*>(data)[index] = float(x);
