@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS, THEIRS = "deltanet_ext", "transformers"
-BEGIN, END = "<!-- begin: {} (benchmarks/report.py) -->", "<!-- end: {} -->"
+BEGIN, END = "<!-- begin: {} (benchmarks/{}) -->", "<!-- end: {} -->"
 
 
 def milliseconds(ms: float) -> str:
@@ -76,9 +76,10 @@ def table_rows(result: dict[str, Any]) -> list[list[str]]:
     return table
 
 
-def markdown(rows: list[list[str]]) -> str:
+def markdown(rows: list[list[str]], names: int = 2) -> str:
+    """A table whose first `names` columns are names, and the others numbers."""
     header, *body = rows
-    lines = [header, ["---", "---", *["--:"] * (len(header) - 2)], *body]
+    lines = [header, ["---"] * names + ["--:"] * (len(header) - names), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -115,9 +116,9 @@ def short(result: dict[str, Any]) -> str:
     return f"{markdown(rows)}\n\n{describe(result)}"
 
 
-def put(path: Path, name: str, text: str) -> None:
+def put(path: Path, name: str, text: str, source: str = "report.py") -> None:
     """Replaces what stands between the markers of that name."""
-    begin, end = BEGIN.format(name), END.format(name)
+    begin, end = BEGIN.format(name, source), END.format(name)
     old = path.read_text()
     if begin not in old or end not in old:
         raise SystemExit(f"report: {path} has no markers {begin} and {end}")
