@@ -95,7 +95,7 @@ asan: $(STAMPS)/build ## the C++ tests with AddressSanitizer and UndefinedBehavi
 	@scripts/run_cpp_tests.sh asan $(ARGS)
 
 test-avx512-emulated: $(STAMPS)/build ## the C++ tests on an emulated CPU with AVX-512 (slow; needs bochs)
-	@scripts/run_in_bochs.sh
+	@scripts/run_in_bochs.sh $(PY) $(ARGS)
 
 lint: $(STAMPS)/lint $(STAMPS)/build ## clang-format, ruff, mypy, codespell
 	clang-format --dry-run -Werror $(CPP_FILES)
