@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     ):
         default = getattr(defaults, name.replace("-", "_"))
         show.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
-    show.add_argument("--threads", type=int, help="threads for torch and the kernels")
+    show.add_argument("--threads", type=int, help="default: one per idle core")
     show.add_argument("--json", metavar="PATH", help="write the figures there as well")
 
     commands.add_parser("info", help="versions, build and CPU kernels, for a bug report")

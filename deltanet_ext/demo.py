@@ -33,6 +33,7 @@ import inspect
 import json
 import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -178,25 +179,17 @@ def prompt(tokens: int) -> torch.Tensor:
 
 
 @dataclass
-class Clock:
-    """Counts and times the calls of the rule, whoever serves them."""
-
-    calls: int = 0
-    seconds: float = 0.0
-
-
-@dataclass
 class Run:
     """One pass over the text and the tokens generated after it."""
 
     text: int  # bytes read
     tokens: list[int]  # generated
     logits: torch.Tensor  # [text + generated - 1, vocabulary], fp32
+    calls: int  # of the rule
     prefill: float  # seconds
-    decode: float
-    rule_prefill: float = 0.0
-    rule_decode: float = 0.0
-    calls: int = 0
+    decode: float  # that of the median token times their number: a disturbed token does not count
+    rule_prefill: float
+    rule_decode: float
 
     def choices(self) -> torch.Tensor:
         """The logits that tokens were chosen from. `[steps, vocabulary]`"""
@@ -217,24 +210,23 @@ def replaced(module: ModuleType, **functions: Callable) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def clocked(module: ModuleType) -> Iterator[Clock]:
-    """Times the rule of a modeling file as it is at this moment."""
-    clock = Clock()
+def clocked(module: ModuleType) -> Iterator[list[float]]:
+    """The seconds of each call of the rule of a modeling file, whoever serves it."""
+    calls: list[float] = []
 
     def timed(rule: Callable) -> Callable:
         @functools.wraps(rule)
         def call(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             result = rule(*args, **kwargs)
-            clock.seconds += time.perf_counter() - start
-            clock.calls += 1
+            calls.append(time.perf_counter() - start)
             return result
 
         return call
 
     chunk, recurrent = getattr(module, CHUNK), getattr(module, RECURRENT)
     with replaced(module, **{CHUNK: timed(chunk), RECURRENT: timed(recurrent)}):
-        yield clock
+        yield calls
 
 
 @torch.inference_mode()
@@ -248,30 +240,34 @@ def generate(
     """Reads the text, then takes the likeliest token `steps` times (or the `forced` ones)."""
     # transformers 5.24 renamed the argument
     cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else _OLD_NAME
-    with clocked(module) as clock:
+    with clocked(module) as calls:
         start = time.perf_counter()
         result = model(text, use_cache=True)
         logits, cache = [result.logits[0]], result.past_key_values
-        prefill, rule_prefill = time.perf_counter() - start, clock.seconds
+        prefill, rule_prefill = time.perf_counter() - start, sum(calls)
+        layers = len(calls)
 
         tokens: list[int] = []
+        seconds: list[float] = []
         for step in range(steps):
             likeliest = int(logits[-1][-1].argmax())
             tokens.append(likeliest if forced is None else forced[step])
             if step + 1 < steps:
+                start = time.perf_counter()
                 token = torch.tensor([tokens[-1:]])
                 result = model(token, use_cache=True, **{cache_name: cache})
                 logits.append(result.logits[0])
-        decode = time.perf_counter() - start - prefill
+                seconds.append(time.perf_counter() - start)
+    rule = calls[layers:]
     return Run(
-        text.shape[1],
-        tokens,
-        torch.cat(logits).float(),
-        prefill,
-        decode,
-        rule_prefill,
-        clock.seconds - rule_prefill,
-        clock.calls,
+        text=text.shape[1],
+        tokens=tokens,
+        logits=torch.cat(logits).float(),
+        calls=len(calls),
+        prefill=prefill,
+        decode=statistics.median(seconds) * len(seconds) if seconds else 0.0,
+        rule_prefill=rule_prefill,
+        rule_decode=statistics.median(rule) * len(rule) if rule else 0.0,
     )
 
 
@@ -309,21 +305,25 @@ def without_output(module: ModuleType) -> Callable:
 
 
 @contextlib.contextmanager
-def counted_operators() -> Iterator[Clock]:
-    """Counts the calls that arrive at the operators of this package."""
-    clock = Clock()
+def counted_operators() -> Iterator[list[str]]:
+    """The names of the operators of this package that were called, one for each call."""
+    names: list[str] = []
 
     def counting(operator: Callable) -> Callable:
         @functools.wraps(operator)
         def call(*args: Any, **kwargs: Any) -> Any:
-            clock.calls += 1
+            names.append(operator.__name__)
             return operator(*args, **kwargs)
 
         return call
 
-    names = ("chunk_gated_delta_rule", "recurrent_gated_delta_rule")
-    with replaced(ops, **{name: counting(getattr(ops, name)) for name in names}):
-        yield clock
+    chunk, recurrent = ops.chunk_gated_delta_rule, ops.recurrent_gated_delta_rule
+    with replaced(
+        ops,
+        chunk_gated_delta_rule=counting(chunk),
+        recurrent_gated_delta_rule=counting(recurrent),
+    ):
+        yield names
 
 
 # -- one model in one dtype ----------------------------------------------------------------------
@@ -429,11 +429,12 @@ def compare(model_name: str, dtype: str, options: Options, step: Callable) -> Ou
     ):
         yardstick = run(theirs[0].tokens)
     with step(f"{label}: without the rule"), replaced(module, **{CHUNK: without_output(module)}):
-        no_rule = generate(model, module, text, 1)
+        no_rule = generate(model, module, text[:, :256], 1)  # what comes later changes nothing here
 
     judge(theirs[0], ours[0], yardstick, no_rule, model_name == "qwen3_next", outcome)
-    if served.calls != ours[-1].calls or served.calls == 0:
-        outcome.faults.append(f"{served.calls} of {ours[-1].calls} calls reached deltanet_ext")
+    arrived, calls = len(served), ours[-1].calls
+    if arrived != calls or calls == 0:
+        outcome.faults.append(f"{arrived} of {calls} calls reached deltanet_ext")
     for what in ("prefill", "decode", "rule_prefill", "rule_decode"):
         best = [min(getattr(r, what) for r in runs) for runs in (theirs, ours)]
         setattr(outcome, what, tuple(best))
@@ -535,12 +536,39 @@ def missing() -> str | None:
     return None
 
 
+def idle_cores() -> float | None:
+    """How many cores nobody used during the last third of a second; None where that is unknown."""
+
+    def ticks() -> tuple[int, int]:
+        with open("/proc/stat") as stat:
+            numbers = [int(number) for number in stat.readline().split()[1:]]
+        return numbers[3] + numbers[4], sum(numbers[:8])  # idle and waiting for a disk, all
+
+    try:
+        idle, all_ticks = ticks()
+        time.sleep(0.3)
+        later_idle, later_all = ticks()
+    except (OSError, ValueError, IndexError):
+        return None
+    return (os.cpu_count() or 1) * (later_idle - idle) / max(1, later_all - all_ticks)
+
+
+def choose_threads(wanted: int | None) -> None:
+    """Threads that wait for a core that is busy elsewhere slow both ways down many times over."""
+    idle = idle_cores()
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+    elif idle is not None:
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), round(idle))))
+
+
 def environment() -> str:
     import transformers
 
     return (
         f"deltanet_ext {ops.build_info()['version']} ({ops.cpu_isa()}), torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, {torch.get_num_threads()} threads"
+        f"transformers {transformers.__version__}, {torch.get_num_threads()} of "
+        f"{os.cpu_count()} cores"
     )
 
 
@@ -552,8 +580,7 @@ def main(options: Options, json_path: str | None = None) -> int:
 
     from rich.console import Console
 
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    choose_threads(options.threads)
     console = Console(highlight=False)
     console.print(environment(), markup=False)
     console.print(
@@ -572,9 +599,8 @@ def main(options: Options, json_path: str | None = None) -> int:
             "bf16: both were fed the tokens that transformers chose; `same tokens` counts where "
             "both would have chosen the same."
         )
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load > cores + 0.5:
-        console.print(f"The times are disturbed: load {load:.1f} on {cores} cores.")
+    if (load := os.getloadavg()[0]) > (os.cpu_count() or 1) + 0.5:
+        console.print(f"The times are disturbed: load {load:.1f} on {os.cpu_count()} cores.")
     if json_path is not None:
         result = {
             "environment": environment(),
