@@ -22,7 +22,8 @@ fail() {
 
 bochs=$(command -v bochs-bin || command -v bochs) ||
   fail "bochs is not installed (Debian and Ubuntu: apt-get install bochs)"
-"$bochs" --help cpu 2>&1 | grep -q corei7_skylake_x || fail "this bochs has no CPU with AVX-512"
+offers() { grep -q -e "$2" <<< "$("$bochs" --help $1 2>&1 || true)"; }
+offers cpu corei7_skylake_x || fail "this bochs has no CPU with AVX-512"
 [ -f /usr/share/vgabios/vgabios.bin ] || fail "vgabios is not installed (apt-get install vgabios)"
 
 mkdir -p "$folder"
@@ -50,14 +51,14 @@ rm -f serial.log boot.iso.lock
 : > serial.log
 echo c > continue.rc # Debian's bochs has a debugger, which waits for this command
 debugger=()
-"$bochs" --help 2>&1 | grep -q -- '-rc filename' && debugger=(-rc continue.rc)
+offers "" '-rc filename' && debugger=(-rc continue.rc)
 export BXSHARE=${BXSHARE:-/usr/share/bochs}
 
 echo "==> booting the emulator (the log grows in build/emulator/serial.log)"
 timeout "${BOCHS_TIMEOUT:-3600}" "$bochs" -q -f "$root/scripts/emulator/bochsrc" "${debugger[@]}" \
   < /dev/null > bochs.out 2>&1 &
 emulator=$!
-tail -n +1 -f --pid="$emulator" serial.log | tr -d '\r' &
+tail -n +1 -f --pid="$emulator" serial.log | sed -u 's|\r||' &
 wait "$emulator" || true
 wait
 
