@@ -76,6 +76,7 @@ def check_rule(
             else use_beta_sigmoid_in_kernel is False and allow_neg_eigval is False
         )
     ):
+        _need_tensor(call, "query", query)
         _explain_tokens(call, query, key, value, g, beta, cu_seqlens)
         _explain_state(call, query, value, initial_state, cu_seqlens, state_v_first)
         _explain_flags(
@@ -282,7 +283,7 @@ def _explain_cu_seqlens(call: str, cu_seqlens: Tensor, batch: int, tokens: int) 
         if stop < start:
             raise ValueError(
                 f"{call}: cu_seqlens decreases from {start} to {stop} at sequence {n}; "
-                "supported: a sequence that never decreases"
+                "supported: bounds that never decrease"
             )
     if bounds[-1] > tokens:
         raise ValueError(f"{call}: cu_seqlens ends at {bounds[-1]}; supported: up to T = {tokens}")

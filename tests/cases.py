@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class Case:
     raw_gate: bool = False  # use_gate_in_kernel, with A_log and dt_bias
     raw_beta: bool = False  # use_beta_sigmoid_in_kernel
     neg_eigval: bool = False
+    amplifies: bool = False  # see _stress: errors are judged over all rows together
 
     def __str__(self) -> str:
         return self.name
@@ -251,8 +252,14 @@ def _packed() -> list[Case]:
 
 
 def _stress() -> list[Case]:
-    """Inputs that break formulas which are right on paper."""
+    """Inputs that break formulas which are right on paper.
+
+    Some amplify the rounding of one number, the squared norm of a key that repeats, by the length
+    of the run: whether that rounding is large or small in one draw says nothing about a kernel.
+    These have many rows, over which errors are pooled.
+    """
     cases = []
+    amplifying = {"amplifies": True, "B": 12}
 
     def add(name: str, **kinds: Any) -> None:
         sizes = {"T": 130, "HK": 1, "HV": 2, "K": 64, "V": 48}
@@ -260,9 +267,11 @@ def _stress() -> list[Case]:
 
     for beta in ("1", "1.999"):
         for g in ("zero", "none", "strong", "weak"):
-            add(f"identical keys, beta {beta}, g {g}", keys="identical", beta=beta, g=g)
+            more = amplifying if beta == "1.999" and g != "strong" else {}
+            add(f"identical keys, beta {beta}, g {g}", keys="identical", beta=beta, g=g, **more)
         for keys in ("alternating", "correlated", "some zero", "zero"):
-            add(f"{keys} keys, beta {beta}, g zero", keys=keys, beta=beta, g="zero")
+            more = amplifying if beta == "1.999" and keys == "alternating" else {}
+            add(f"{keys} keys, beta {beta}, g zero", keys=keys, beta=beta, g="zero", **more)
     for g in ("drop", "drop-first", "positive", "some -inf", "-inf"):
         add(f"identical keys, g {g}", keys="identical", beta="1", g=g)
     for keys in ("random", "identical"):
@@ -272,7 +281,7 @@ def _stress() -> list[Case]:
     for keys in ("norm 2", "identical norm 2"):
         for beta, T in (("1", 16), ("1", 64), ("sigmoid", 64)):
             name = f"{keys} keys, beta {beta}, g zero, T={T}"
-            add(name, keys=keys, beta=beta, g="zero", T=T, l2norm=False)
+            add(name, keys=keys, beta=beta, g="zero", T=T, l2norm=False, **amplifying)
     return cases
 
 
@@ -325,9 +334,10 @@ class Expected:
     state: Tensor
     baseline_out: Tensor
     baseline_state: Tensor
+    pooled: bool  # heads and rows are judged together only
 
 
-@lru_cache(maxsize=64)
+@cache  # several test files ask for the same ones
 def expected(case: Case, dtype: torch.dtype) -> Expected:
     """From the same rounded inputs. The baseline's output is rounded to `dtype`, as ours is."""
     args = case.inputs(dtype)
@@ -337,7 +347,7 @@ def expected(case: Case, dtype: torch.dtype) -> Expected:
     with one_thread():
         base_out, base_state = baseline(**args, dtype=arithmetic(dtype))
     assert base_state is not None
-    return Expected(out, state, base_out.to(dtype), base_state)
+    return Expected(out, state, base_out.to(dtype), base_state, case.amplifies)
 
 
 def assert_as_exact_as_the_recurrence(
@@ -348,10 +358,12 @@ def assert_as_exact_as_the_recurrence(
     assert out.dtype == dtype
     assert out.is_contiguous()
     floor = FLOORS[dtype]
-    assert_no_worse(out, want.out, want.baseline_out, floor=floor, head_axes=(0, 2), what="output")
+    axes = () if want.pooled else (0, 2)
+    assert_no_worse(out, want.out, want.baseline_out, floor=floor, head_axes=axes, what="output")
     assert state is not None
     assert state.dtype == arithmetic(dtype)
     assert state.is_contiguous()
+    axes = () if want.pooled else (0, 1)
     assert_no_worse(
-        state, want.state, want.baseline_state, floor=floor, head_axes=(0, 1), what="state"
+        state, want.state, want.baseline_state, floor=floor, head_axes=axes, what="state"
     )
