@@ -4,18 +4,19 @@
 // only, and passes over memory in place. Built by machine.py with the system compiler when a
 // benchmark starts.
 
-#include <chrono>
+#include <time.h>
+
 #include <cstdint>
-#include <string>
 #include <thread>
 #include <vector>
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
+// With one thread the time that this thread had a core, as in run.py: others do not count.
+double seconds(int threads) {
+  timespec t;
+  clock_gettime(threads == 1 ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC, &t);
+  return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
 }
 
 #if defined(__x86_64__)
@@ -49,12 +50,12 @@ int widest() { return 0; }
 
 template <class Body>
 double timed_on_threads(int threads, Body body) {
-  const auto start = Clock::now();
+  const double start = seconds(threads);
   std::vector<std::thread> others;
   for (int i = 1; i < threads; ++i) others.emplace_back(body, i);
   body(0);
   for (auto& other : others) other.join();
-  return seconds_since(start);
+  return seconds(threads) - start;
 }
 
 }  // namespace
@@ -66,20 +67,20 @@ int vector_bits() { return widest(); }
 
 // fp32 multiply-adds from registers, in GFLOP/s.
 double fma_gflops(int bits, int threads, int64_t rounds) {
-  const double seconds = timed_on_threads(threads, [=](int) { multiply_add(bits, rounds); });
-  return double(rounds) * 12 * 2 * (bits / 32) * threads / seconds / 1e9;
+  const double time = timed_on_threads(threads, [=](int) { multiply_add(bits, rounds); });
+  return double(rounds) * 12 * 2 * (bits / 32) * threads / time / 1e9;
 }
 
 // x *= factor over n floats in place, `passes` times: GB/s, reading and writing counted. Each
 // thread has its part.
 double update_gbs(float* x, int64_t n, int threads, int passes) {
-  const double seconds = timed_on_threads(threads, [=](int i) {
+  const double time = timed_on_threads(threads, [=](int i) {
     const int64_t begin = n * i / threads, end = n * (i + 1) / threads;
     for (int pass = 0; pass < passes; ++pass) {
       for (int64_t j = begin; j < end; ++j) x[j] *= 1.0001f;
       asm volatile("" ::: "memory");  // or the compiler would merge the passes
     }
   });
-  return double(n) * 8 * passes / seconds / 1e9;
+  return double(n) * 8 * passes / time / 1e9;
 }
 }

@@ -5,13 +5,15 @@
     python benchmarks/run.py --quick      the main shapes, fewer rounds
 
 All contestants run in one process on the same pinned cores, one call each per round, so that a
-disturbance meets all of them. The machine's peak is measured in every round as well. Written to
+disturbance meets all of them. The machine's peak is measured in every round as well. With one
+thread the clock is the time that the process had a core, so that other processes do not count
+(what they do to the caches still does); with more it is the wall clock. Written to
 benchmarks/results/<machine>/<date>.json; report.py makes tables of it, compare.py compares two.
 
 transformers' functions allocate tens of temporaries per call, and how fast that is depends on
 malloc: by default glibc gives large blocks back to the system at once, and every call pays for the
 page faults. Everything is therefore timed twice, once as it is and once (`--malloc tuned`, in a
-process of its own) with a malloc that keeps its memory, which is transformers' best.
+process of its own; the columns with a star) with a malloc that keeps its memory.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ def measure(case: Any, dtype: str, seconds: float, peak: machine.Peak) -> list[d
     import torch
     from cases import DTYPES
 
+    clock = time.process_time if peak.threads == 1 else time.perf_counter
     inputs = case.inputs(DTYPES[dtype])
     # A sample is one call or, for short calls, enough of them to take a few milliseconds. What a
     # call returned is kept until the next one returns, as in a model.
@@ -68,9 +71,9 @@ def measure(case: Any, dtype: str, seconds: float, peak: machine.Peak) -> list[d
     functions = contestants(case)
     for name, function in functions.items():
         function(**inputs)
-        start = time.perf_counter()
+        start = clock()
         function(**inputs)
-        calls[name] = max(1, int(5e-3 / (time.perf_counter() - start)))
+        calls[name] = max(1, int(5e-3 / max(1e-6, clock() - start)))
         samples[name] = []
 
     peaks = []
@@ -79,10 +82,10 @@ def measure(case: Any, dtype: str, seconds: float, peak: machine.Peak) -> list[d
         while time.perf_counter() - start < seconds or len(peaks) < 5:
             peaks.append(peak.gflops())
             for name, function in functions.items():
-                begin = time.perf_counter()
+                begin = clock()
                 for _ in range(calls[name]):
                     result = function(**inputs)
-                samples[name].append((time.perf_counter() - begin) / calls[name])
+                samples[name].append((clock() - begin) / calls[name])
     del result
 
     # What decoding cannot do without: one pass over the state, read and written.
@@ -154,6 +157,7 @@ def facts(options: argparse.Namespace, cores: list[int], load: tuple[float, ...]
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "threads": options.threads,
+        "clock": "cpu" if options.threads == 1 else "wall",
         "cores": cores,
         "load_before_and_after": [round(load[0], 2), round(os.getloadavg()[0], 2)],
         "ld_preload": os.environ.get("LD_PRELOAD", ""),
@@ -166,16 +170,15 @@ def show(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    title = (
-        f"{result['isa']}, {result['threads']} thread(s), load {result['load_before_and_after']}"
-    )
-    table = Table(title=title)
+    table = Table(title=f"best times in ms; {result['isa']}, {result['threads']} thread(s)")
     header, *rows = table_rows(result)
     for i, name in enumerate(header):
-        table.add_column(name, justify="right" if i > 1 else "left")
+        table.add_column(name, justify="right" if i > 1 else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    Console(width=max(100, Console().width)).print(table)
+    console = Console(width=max(140, Console().width))
+    console.print(table)
+    console.print(f"* with a malloc that keeps its memory; load {result['load_before_and_after']}")
 
 
 def main() -> int:
