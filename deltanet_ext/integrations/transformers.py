@@ -103,17 +103,20 @@ class Report:
 def _reason_to_decline(call: dict[str, Any]) -> str | None:
     """Why this call must go to the original function, or None when it is ours."""
     tensors: list[Any] = [call.get(name) for name in _INPUTS]
-    initial_state, cu_seqlens = call.get("initial_state"), call.get("cu_seqlens")
-    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-        return "query, key, value, g and beta are not all tensors"
-
     query, key, value, g, beta = tensors
+    initial_state, cu_seqlens = call.get("initial_state"), call.get("cu_seqlens")
     if initial_state is not None:
         tensors.append(initial_state)
+
+    # Asked for every layer of every generated token: one plain loop.
+    needs_grad = False
     for tensor in tensors:
-        if tensor.device.type != "cpu":
+        if not isinstance(tensor, torch.Tensor):
+            return "query, key, value, g and beta are not all tensors"
+        if not tensor.is_cpu:
             return f"a tensor is on {tensor.device.type} and only the CPU is built"
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        needs_grad = needs_grad or tensor.requires_grad
+    if needs_grad and torch.is_grad_enabled():
         return "gradients are needed and only the forward pass is built"
 
     dtype = query.dtype
@@ -122,7 +125,7 @@ def _reason_to_decline(call: dict[str, Any]) -> str | None:
         return f"query, key, value are {dtype}, {key.dtype}, {value.dtype}"
     if g.dtype not in (wide, dtype) or beta.dtype not in (wide, dtype):
         return f"g and beta are {g.dtype} and {beta.dtype} with a query in {dtype}"
-    if max(key.shape[-1], value.shape[-1]) > _LARGEST_HEAD_DIM:
+    if key.shape[-1] > _LARGEST_HEAD_DIM or value.shape[-1] > _LARGEST_HEAD_DIM:
         return f"head dims are {key.shape[-1]} and {value.shape[-1]}, above {_LARGEST_HEAD_DIM}"
 
     if cu_seqlens is None and call.get("seq_idx") is not None:
