@@ -3,9 +3,10 @@
 
     python benchmarks/compare.py before.json after.json
 
-A shared machine is faster on some days. Each time is therefore set against the peak of its own run
-(the column `ratio`); the plain ratio of the times is printed next to it. The noise of a row is how
-far its median lies above its best time, in either run, and at least `--noise`.
+A shared machine is faster on some days. What counts is therefore the share of what the machine
+could do next to each sample (the column `ratio`); the plain ratio of the best times stands next to
+it. The noise of a row is how far its median lies above its best time, in either run, and at least
+`--noise`.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parent / "build" / "benchmarks"
@@ -43,14 +44,14 @@ def slug() -> str:
 
 
 class Peak:
-    """Measured limits: `gflops()` from registers, `gbs(n)` for passes over n floats in place."""
+    """Limits at this moment: `gflops()` from registers, `gbs(n)` for passes over n floats."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self.library = ctypes.CDLL(str(self._build()))
         self.library.fma_gflops.restype = self.library.update_gbs.restype = ctypes.c_double
         self.bits = int(self.library.vector_bits())
-        self.best_gflops = 0.0
+        self.array: Any = None
 
     @staticmethod
     def _build() -> Path:
@@ -66,22 +67,18 @@ class Peak:
         return library
 
     def gflops(self) -> float:
-        """One measurement of about 20 ms; keeps the best of all as `best_gflops`."""
+        """One measurement of about 20 ms."""
         if self.bits == 0:
             return float("nan")
-        rounds = ctypes.c_int64(8_000_000)
-        now = float(self.library.fma_gflops(self.bits, self.threads, rounds))
-        self.best_gflops = max(self.best_gflops, now)
-        return now
+        rounds = ctypes.c_int64(5_000_000)
+        return float(self.library.fma_gflops(self.bits, self.threads, rounds))
 
-    def gbs(self, floats: int, repeats: int = 5) -> float:
-        """The best of some passes over an array of this size in place; reads and writes counted."""
+    def gbs(self, floats: int) -> float:
+        """Some passes over an array of this size in place; reads and writes counted."""
         import torch
 
-        x = torch.ones(floats)
-        pointer = ctypes.c_void_p(x.data_ptr())
-        passes = max(1, 100_000_000 // floats)
-        n = ctypes.c_int64(floats)
-        return max(
-            float(self.library.update_gbs(pointer, n, self.threads, passes)) for _ in range(repeats)
-        )
+        if self.array is None or self.array.numel() != floats:
+            self.array = torch.ones(floats)
+        pointer, n = ctypes.c_void_p(self.array.data_ptr()), ctypes.c_int64(floats)
+        passes = max(1, 60_000_000 // floats)
+        return float(self.library.update_gbs(pointer, n, self.threads, passes))

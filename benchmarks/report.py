@@ -70,8 +70,8 @@ def markdown(rows: list[list[str]], names: int = 2) -> str:
 def describe(result: dict[str, Any]) -> str:
     cpu = result["machine"]
     before, after = result["load_before_and_after"]
-    peaks = [row["peak_gflops"] for row in result["rows"] if "peak_gflops" in row]
-    peak = f"fp32 peak {max(peaks):.0f} GFLOP/s as measured in the same run, " if peaks else ""
+    peaks = [row["limit"] for row in result["rows"] if row["unit"] == "GFLOP/s"]
+    peak = f"fp32 peak up to {max(peaks):.0f} GFLOP/s during the run, " if peaks else ""
     busy = max(before, after - result["threads"]) > 0.5
     return (
         f"{cpu['cpu']} (family {cpu['family']}, model {cpu['model']}), {cpu['cores']} cores; "

@@ -47,8 +47,9 @@ def result(ours_ms: float, theirs_ms: float = 100.0, peak: float = 100.0) -> dic
             "malloc": malloc,
             "ms_min": ms,
             "ms_median": ms * 1.02,
-            "gflops": 1000 / ms,
-            "peak_gflops": peak,
+            "unit": "GFLOP/s",
+            "speed": 1000 / ms,
+            "limit": peak,
             "share": 1000 / ms / peak,
         }
         for name, ms in (("deltanet_ext", ours_ms), ("transformers", theirs_ms))
