@@ -12,7 +12,9 @@ set -euo pipefail
 
 python=$1
 shift
-[ $# -gt 0 ] || set -- --gtest_filter='*avx512*:Registry.*' --gtest_brief=1
+# Left out: Bochs 2.7 rounds ties away from zero in VCVTPS2PH (for AVX2 too, where real CPUs pass the test).
+[ $# -gt 0 ] || set -- --gtest_color=no \
+  --gtest_filter='*avx512*:Registry.*-*Fp16IsStoredAsTheScalarConversionDoes*'
 root=$PWD
 folder=$root/build/emulator
 fail() {
