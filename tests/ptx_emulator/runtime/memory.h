@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+// Device memory: which addresses exist, which bytes were written, and who touched each word last (the race check).
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+namespace ptx {
+
+struct Thread;
+
+// One access, as the race check remembers it.
+struct Stamp {
+  uint32_t block = 0;  // serial of the block; 0: none
+  uint32_t time = 0;
+  uint16_t thread = 0;
+  bool strong = false;   // atomic, volatile or relaxed
+  bool pending = false;  // a cp.async that nobody has waited for
+  int32_t site = 0;
+};
+struct Readers {  // lanes of one warp that read at the same time
+  uint32_t block, time, warp, lanes;
+  int32_t site;
+  bool strong;
+};
+// The last write and the reads since. `many` names a list of readers once one stamp does not say it all.
+struct Cell {
+  Stamp write, read;
+  int32_t many = 0;   // 1 + index of a list; 0: none
+  int32_t split = 0;  // 1 + index of the word's four bytes, kept apart as cells of their own; 0: the word is one
+};
+// Cells of one region of memory, a word of four bytes each.
+struct Shadow {
+  Cell* cells = nullptr;
+  size_t words = 0;
+  std::vector<Cell> bytes;  // four per split word
+  std::vector<int32_t> free_bytes;
+  std::vector<std::vector<Readers>> lists;
+  std::vector<int32_t> free_lists;
+  std::mutex mutex;  // global memory only
+  void resize(size_t bytes);
+  ~Shadow();
+};
+
+struct Allocation {
+  uint64_t address;
+  size_t size;
+  bool owned, read_only;
+  const char* name;              // of a __device__ or __constant__ variable
+  uint8_t* initialised = nullptr;  // a flag per byte; null: all of it is
+  Shadow shadow;
+  std::vector<uint8_t> sectors_read, sectors_written;  // count mode: 32-byte sectors touched by this launch
+  Allocation(uint64_t address, size_t size, bool owned, bool read_only, const char* name)
+      : address(address), size(size), owned(owned), read_only(read_only), name(name) {}
+  ~Allocation();
+};
+
+// The table changes only between launches, so workers read it without a lock and keep what they found by page.
+struct PageCache {
+  uint64_t version = 0;
+  struct Entry {
+    uint64_t page = ~0ull;
+    Allocation* allocation = nullptr;
+  } entries[256];
+};
+
+void* allocate(size_t bytes);
+bool release(void* pointer);
+// Memory of others that kernels may touch: a tensor's storage, a launch's parameters, a __device__ variable.
+void expose(const void* pointer, size_t bytes, bool initialised, bool read_only = false, const char* name = nullptr);
+void conceal(const void* pointer);
+Allocation* find_allocation(uint64_t address);
+void mark_written(const void* pointer, size_t bytes);    // by the host
+void mark_unwritten(const void* pointer, size_t bytes);
+void copy_flags(void* to, const void* from, size_t bytes);  // a copy on the device brings unwritten bytes along
+std::vector<Allocation*>& allocations();
+
+void check_access(Thread*, Shadow&, uint64_t offset, uint32_t size, int site, bool reads, bool writes, bool strong, bool pending,
+                  bool is_shared);
+void settle_async(Thread*, uint8_t* to, uint32_t size, int site);
+
+}  // namespace ptx

@@ -1,0 +1,302 @@
+// SPDX-License-Identifier: Apache-2.0
+// Warp collectives: shuffles, votes, matrix loads, MMA. Lanes leave their operands; the last to arrive works for all.
+#include <algorithm>
+#include <cstdio>
+
+#include "state.h"
+
+namespace ptx {
+namespace {
+
+enum Operation { kSync, kShuffle, kVote, kMatch, kReduce, kMma, kLoadMatrix, kStoreMatrix, kMoveMatrix };
+constexpr uint32_t kPoison = 0xdeadbeef;  // what a lane reads from one that does not take part
+
+template <class F>
+void for_lanes(uint32_t mask, F f) {
+  for (; mask; mask &= mask - 1) f(uint32_t(__builtin_ctz(mask)));
+}
+
+void do_shuffle(Thread** w, uint32_t mask, uint32_t mode) {
+  for_lanes(mask, [&](uint32_t lane) {
+    const int b = w[lane]->in[1] & 31, clamp = w[lane]->in[2] & 31, segment = w[lane]->in[2] >> 8 & 31;
+    const int last = (int(lane) & segment) | (clamp & ~segment), first = int(lane) & segment;
+    int from = 0;
+    bool inside = false;
+    switch (mode) {
+      case kUp_: from = int(lane) - b, inside = from >= last; break;
+      case kDown_: from = int(lane) + b, inside = from <= last; break;
+      case kButterfly: from = int(lane) ^ b, inside = from <= last; break;
+      default: from = first | (b & ~segment), inside = from <= last;
+    }
+    if (!inside) from = int(lane);
+    w[lane]->out[0] = mask >> from & 1 ? w[from]->in[0] : kPoison;
+    w[lane]->out[1] = inside;
+  });
+}
+void do_vote(Thread** w, uint32_t mask, uint32_t mode) {
+  uint32_t ballot = 0;
+  for_lanes(mask, [&](uint32_t i) { ballot |= (w[i]->in[0] & 1) << i; });
+  const uint32_t result = mode == kBallot ? ballot : mode == kVoteAny ? ballot != 0 : mode == kVoteAll ? ballot == mask : ballot == mask || !ballot;
+  for_lanes(mask, [&](uint32_t i) { w[i]->out[0] = result; });
+}
+void do_match(Thread** w, uint32_t mask, uint32_t all) {
+  for_lanes(mask, [&](uint32_t i) {
+    uint32_t same = 0;
+    for_lanes(mask, [&](uint32_t j) {
+      if (w[j]->in[0] == w[i]->in[0] && w[j]->in[1] == w[i]->in[1]) same |= 1u << j;
+    });
+    w[i]->out[0] = all ? (same == mask ? mask : 0) : same;
+    w[i]->out[1] = same == mask;
+  });
+}
+uint32_t combine(uint32_t op, uint32_t x, uint32_t y) {
+  switch (op) {
+    case kAdd: return x + y;
+    case kAnd: return x & y;
+    case kOr: return x | y;
+    case kXor: return x ^ y;
+    case kMin: return std::min(x, y);
+    case kMax: return std::max(x, y);
+    case kMinSigned: return uint32_t(std::min(int32_t(x), int32_t(y)));
+    default: return uint32_t(std::max(int32_t(x), int32_t(y)));
+  }
+}
+void do_reduce(Thread** w, uint32_t mask, uint32_t op) {
+  uint32_t result = w[__builtin_ctz(mask)]->in[0];
+  for_lanes(mask & (mask - 1), [&](uint32_t i) { result = combine(op, result, w[i]->in[0]); });
+  for_lanes(mask, [&](uint32_t i) { w[i]->out[0] = result; });
+}
+void need_all_lanes(Thread** w, uint32_t mask, const char* name) {
+  if (mask == ~0u) return;
+  Thread* t = w[__builtin_ctz(mask)];
+  fault(t, t->site, kDivergent, "%s needs all 32 lanes of the warp; here are 0x%08x", name, mask);
+}
+
+// ---- tensor cores: D (16x8) = A (16xK) B (Kx8) + C, products exact in fp32 or wider, sums in fp32 in the order of k ----
+
+// Rows of the tiles are padded by nothing: the inner loop runs over the 8 columns of B, which the compiler turns into vectors.
+__attribute__((optimize("O3"))) void multiply_tile(float* __restrict d, const float* __restrict a, const float* __restrict b, int k_size) {
+  for (int m = 0; m < 16; m += 2) {
+    float low[8], high[8];
+    for (int n = 0; n < 8; n++) low[n] = d[m * 8 + n], high[n] = d[m * 8 + 8 + n];
+    for (int k = 0; k < k_size; k++)
+      for (int n = 0; n < 8; n++) {
+        low[n] += a[m * k_size + k] * b[k * 8 + n];
+        high[n] += a[(m + 1) * k_size + k] * b[k * 8 + n];
+      }
+    for (int n = 0; n < 8; n++) d[m * 8 + n] = low[n], d[m * 8 + 8 + n] = high[n];
+  }
+}
+float element(uint32_t word, int upper, MmaType type) {
+  const uint16_t x = uint16_t(upper ? word >> 16 : word);
+  return type == kBf16 ? bfloat_value(x) : half_value(x);
+}
+struct MmaForm {
+  MmaType type;
+  int k;
+  bool half_accumulator;
+  uint32_t code() const { return uint32_t(type) | uint32_t(k) << 4 | uint32_t(half_accumulator) << 12; }
+  static MmaForm from(uint32_t code) { return {MmaType(code & 15), int(code >> 4 & 255), bool(code >> 12)}; }
+  int a_words() const { return type == kTf32 ? k / 2 : k / 4; }
+  int b_words() const { return type == kTf32 ? k / 4 : k / 8; }
+};
+const char* const kTypeName[] = {"bf16", "f16", "tf32"};
+
+void do_mma(Thread** w, uint32_t mask, uint32_t code) {
+  need_all_lanes(w, mask, "mma.sync");
+  const MmaForm f = MmaForm::from(code);
+  float a[16 * 16], b[16 * 8], d[16 * 8];
+  // Fragments (g = lane / 4, t = lane % 4): element (row, column) of each word as the PTX manual lays them out.
+  for (int lane = 0; lane < 32; lane++) {
+    const int g = lane / 4, t = lane % 4;
+    const uint32_t* in = w[lane]->in;
+    if (f.type == kTf32) {
+      for (int i = 0; i < f.a_words(); i++) a[(g + 8 * (i & 1)) * f.k + t + 4 * (i >> 1)] = as_float(in[i] & 0xffffe000);
+      for (int i = 0; i < f.b_words(); i++) b[(t + 4 * i) * 8 + g] = as_float(in[8 + i] & 0xffffe000);
+    } else {
+      for (int i = 0; i < f.a_words(); i++)
+        for (int h = 0; h < 2; h++) a[(g + 8 * (i & 1)) * f.k + 2 * t + h + 8 * (i >> 1)] = element(in[i], h, f.type);
+      for (int i = 0; i < f.b_words(); i++)
+        for (int h = 0; h < 2; h++) b[(2 * t + h + 8 * i) * 8 + g] = element(in[8 + i], h, f.type);
+    }
+    for (int i = 0; i < 4; i++)
+      d[(g + 8 * (i >> 1)) * 8 + 2 * t + (i & 1)] = f.half_accumulator ? element(in[12 + (i >> 1)], i & 1, kF16) : as_float(in[12 + i]);
+  }
+  multiply_tile(d, a, b, f.k);
+  for (int lane = 0; lane < 32; lane++) {
+    const int g = lane / 4, t = lane % 4;
+    float v[4];
+    for (int i = 0; i < 4; i++) v[i] = d[(g + 8 * (i >> 1)) * 8 + 2 * t + (i & 1)];
+    for (int i = 0; i < 4; i++) w[lane]->out[i] = float_bits(v[i]);
+    if (f.half_accumulator)
+      for (int i = 0; i < 2; i++)
+        w[lane]->out[i] = round_half(v[2 * i], kNearest) | uint32_t(round_half(v[2 * i + 1], kNearest)) << 16;
+  }
+  if (settings().count) {
+    char name[48];
+    std::snprintf(name, sizeof name, "m16n8k%d_%s_%s", f.k, kTypeName[f.type], f.half_accumulator ? "f16" : "f32");
+    count_matrix(w[0], name);
+  }
+}
+
+// ---- 8x8 matrices of 16-bit values: row pointers in, one word per lane and matrix out ----
+
+template <class Pointer>
+void rows_of(Thread** w, int count, Pointer* row) {
+  for (int i = 0; i < 8 * count; i++) std::memcpy(&row[i], w[i]->in, sizeof row[i]);
+}
+void count_rows(Thread** w, int count, const uint8_t* const* row) {
+  if (!settings().count) return;
+  uint64_t offsets[32];
+  for (int i = 0; i < 8 * count; i++) offsets[i] = uint64_t(row[i] - w[0]->shared);
+  count_matrix_rows(w[0], w[0]->site, count, offsets);
+}
+void do_load_matrix(Thread** w, uint32_t mask, uint32_t code) {
+  need_all_lanes(w, mask, "ldmatrix");
+  const int count = code & 15;
+  const uint8_t* row[32];
+  rows_of(w, count, row);
+  count_rows(w, count, row);
+  for (int lane = 0; lane < 32; lane++)
+    for (int j = 0; j < count; j++) {
+      const int g = lane / 4, t = lane % 4;
+      if (code >> 4) {
+        const uint16_t low = load<uint16_t>(row[j * 8 + 2 * t] + 2 * g), high = load<uint16_t>(row[j * 8 + 2 * t + 1] + 2 * g);
+        w[lane]->out[j] = low | uint32_t(high) << 16;
+      } else {
+        w[lane]->out[j] = load<uint32_t>(row[j * 8 + g] + 4 * t);
+      }
+    }
+}
+void do_store_matrix(Thread** w, uint32_t mask, uint32_t code) {
+  need_all_lanes(w, mask, "stmatrix");
+  const int count = code & 15;
+  uint8_t* row[32];
+  rows_of(w, count, row);
+  count_rows(w, count, row);
+  for (int lane = 0; lane < 32; lane++)
+    for (int j = 0; j < count; j++) {
+      const int g = lane / 4, t = lane % 4;
+      const uint32_t v = w[lane]->in[4 + j];
+      if (code >> 4) {
+        store(row[j * 8 + 2 * t] + 2 * g, uint16_t(v));
+        store(row[j * 8 + 2 * t + 1] + 2 * g, uint16_t(v >> 16));
+      } else {
+        store(row[j * 8 + g] + 4 * t, v);
+      }
+    }
+}
+void do_move_matrix(Thread** w, uint32_t mask, uint32_t) {
+  need_all_lanes(w, mask, "movmatrix");
+  for (int lane = 0; lane < 32; lane++) {
+    uint32_t r = 0;
+    for (int h = 0; h < 2; h++) {
+      const int row = (lane % 4) * 2 + h, column = lane / 4;
+      const uint32_t source = w[row * 4 + column / 2]->in[0];
+      r |= (column & 1 ? source >> 16 : source & 0xffff) << (16 * h);
+    }
+    w[lane]->out[0] = r;
+  }
+}
+void do_sync(Thread** w, uint32_t mask, uint32_t) {
+  if (settings().races) meet_warp(w, mask);
+  if (settings().count) w[__builtin_ctz(mask)]->block->worker->counts.warp_barriers++;
+}
+
+using Work = void (*)(Thread**, uint32_t mask, uint32_t code);
+const Work kWork[] = {do_sync, do_shuffle, do_vote, do_match, do_reduce, do_mma, do_load_matrix, do_store_matrix, do_move_matrix};
+
+// Exited lanes no longer count. One warp may have several meetings at once: divergent halves with masks of their own.
+bool try_complete(Block* b, uint32_t warp, Meeting& m, Thread* self) {
+  Warp& state = b->warps[warp];
+  const uint32_t needed = m.mask & state.live;
+  if (!m.arrived || m.arrived != needed) return false;
+  Thread** w = &b->thread[warp * 32];
+  const int operation = m.operation;
+  m.arrived = 0;
+  if (&m == &state.meetings[state.used - 1]) state.used--;
+  if (settings().count && needed == state.live) fold_warp(b, warp);
+  kWork[operation & 15](w, needed, uint32_t(operation) >> 4);
+  for_lanes(needed, [&](uint32_t i) {
+    if (w[i] == self) w[i]->state = kReady;
+    else enqueue(b, w[i]);
+  });
+  return true;
+}
+void meet(Thread* t, int site, Operation operation, uint32_t code, uint32_t mask) {
+  if (!(mask >> t->lane & 1)) fault(t, site, kDivergent, "the calling lane %u is not in the member mask 0x%08x", t->lane, mask);
+  Block* b = t->block;
+  Warp& w = b->warps[t->warp];
+  const int key = int(operation | code << 4);
+  mask &= w.present;
+  t->site = site;
+  int i = 0;
+  while (i < w.used && !(w.meetings[i].arrived && w.meetings[i].mask == mask && w.meetings[i].operation == key)) i++;
+  if (i == w.used) {
+    for (i = 0; i < w.used && w.meetings[i].arrived; i++) {
+    }
+    if (i == w.used) w.used++;
+    w.meetings[i] = {mask, 0, key};
+  }
+  w.meetings[i].arrived |= 1u << t->lane;
+  if (try_complete(b, t->warp, w.meetings[i], t)) return;
+  t->state = kAtCollective;
+  switch_away(t);
+}
+
+}  // namespace
+
+void collectives_after_exit(Block* b, uint32_t warp) {
+  Warp& w = b->warps[warp];
+  for (int i = 0; i < w.used; i++) try_complete(b, warp, w.meetings[i], nullptr);
+}
+
+uint32_t shuffle(Thread* t, int site, ShuffleMode mode, uint32_t value, uint32_t lane, uint32_t clamp, uint32_t mask, bool* in_range) {
+  t->in[0] = value, t->in[1] = lane, t->in[2] = clamp;
+  meet(t, site, kShuffle, mode, mask);
+  *in_range = t->out[1];
+  return t->out[0];
+}
+uint32_t vote(Thread* t, int site, VoteMode mode, bool predicate, uint32_t mask) {
+  t->in[0] = predicate;
+  meet(t, site, kVote, mode, mask);
+  return t->out[0];
+}
+uint32_t match(Thread* t, int site, bool all, uint64_t value, uint32_t mask, bool* all_equal) {
+  t->in[0] = uint32_t(value), t->in[1] = uint32_t(value >> 32);
+  meet(t, site, kMatch, all, mask);
+  *all_equal = t->out[1];
+  return t->out[0];
+}
+uint32_t reduce(Thread* t, int site, ReduceOp op, uint32_t value, uint32_t mask) {
+  t->in[0] = value;
+  meet(t, site, kReduce, op, mask);
+  return t->out[0];
+}
+void warp_sync(Thread* t, int site, uint32_t mask) { meet(t, site, kSync, 0, mask); }
+
+void mma(Thread* t, int site, int k, MmaType type, bool half, uint32_t* d, const uint32_t* a, const uint32_t* b, const uint32_t* c) {
+  const MmaForm f{type, k, half};
+  std::copy(a, a + f.a_words(), t->in);
+  std::copy(b, b + f.b_words(), t->in + 8);
+  std::copy(c, c + (half ? 2 : 4), t->in + 12);
+  meet(t, site, kMma, f.code(), ~0u);
+  std::copy(t->out, t->out + (half ? 2 : 4), d);
+}
+void load_matrix(Thread* t, int site, int count, bool transposed, const uint8_t* row, uint32_t* d) {
+  std::memcpy(t->in, &row, sizeof row);
+  meet(t, site, kLoadMatrix, uint32_t(count) | uint32_t(transposed) << 4, ~0u);
+  std::copy(t->out, t->out + count, d);
+}
+void store_matrix(Thread* t, int site, int count, bool transposed, uint8_t* row, const uint32_t* s) {
+  std::memcpy(t->in, &row, sizeof row);
+  std::copy(s, s + count, t->in + 4);
+  meet(t, site, kStoreMatrix, uint32_t(count) | uint32_t(transposed) << 4, ~0u);
+}
+uint32_t move_matrix(Thread* t, int site, uint32_t a) {
+  t->in[0] = a;
+  meet(t, site, kMoveMatrix, 0, ~0u);
+  return t->out[0];
+}
+
+}  // namespace ptx
