@@ -236,7 +236,7 @@ def nvcc_flags(arch: str = "80") -> list[str]:
         "-lineinfo",
         "--extended-lambda",
         "--expt-relaxed-constexpr",
-        "-Xcompiler=-fPIC",
+        "-Xcompiler=-fPIC,-O1",
         "-diag-suppress=177",
         f"-I{ROOT / 'csrc'}",
         f"-I{PROGRAMS}",

@@ -13,7 +13,19 @@ static void check_convergence(Block* b, Barrier& barrier, uint32_t id) {
       fault(t, t->site, kDivergent, "lanes of one warp meet at different barrier instructions\n  other    %s at %s",
             describe_thread(*b, before->index).c_str(), describe_site(*b->launch, before->site).c_str());
   }
-  if (barrier.counted || b->live == b->threads) return;
+  if (barrier.counted) return;
+  // Warps may have come to different copies of one __syncthreads (an unrolled loop), but not to different ones: the condition
+  // around a __syncthreads has to be the same for the whole block. Roles that meet use a barrier with a thread count.
+  const Thread* first = nullptr;
+  for (Thread* t : b->thread) {
+    if (t->state != kAtBarrier || t->barrier != int(id)) continue;
+    if (!first) first = t;
+    const Site *here = &b->launch->kernel->sites[t->site], *there = &b->launch->kernel->sites[first->site];
+    if (here != there && std::strcmp(here->where, there->where) != 0)
+      fault(t, t->site, kDivergent, "warps of one block meet at different __syncthreads\n  other    %s at %s",
+            describe_thread(*b, first->index).c_str(), describe_site(*b->launch, first->site).c_str());
+  }
+  if (b->live == b->threads) return;
   // Threads that ended are not counted by the hardware, but __syncthreads asks for all threads of the block.
   for (Thread* t : b->thread)
     if (t->state == kDone) {

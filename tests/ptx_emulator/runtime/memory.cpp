@@ -187,14 +187,17 @@ void check_readers(Shadow& s, Cell& cell, const Current& a) {
 }
 void add_to_list(std::vector<Readers>& list, const Current& a, const Stamp& s) {
   const uint32_t lane = 1u << (s.thread % 32), warp = s.thread / 32;
-  size_t kept = 0, foreign = 0;
-  for (size_t i = 0; i < list.size(); i++) {
+  for (size_t i = list.size(); i-- > 0;) {  // lanes of one warp come one after the other
     Readers& r = list[i];
     if (r.block == s.block && r.time == s.time && r.warp == warp && r.strong == s.strong) {
       r.lanes |= lane;
       return;
     }
-    if (r.block < a.b->launch->first_serial || (a.is_shared && r.block != a.b->serial) || (r.block == a.b->serial && r.time <= a.b->floor)) continue;
+  }
+  size_t kept = 0, foreign = 0;
+  for (const Readers& r : list) {
+    const bool past = r.block < a.b->launch->first_serial || (a.is_shared && r.block != a.b->serial);
+    if (past || (r.block == a.b->serial && r.time <= a.b->floor)) continue;
     foreign += r.block != a.b->serial;
     list[kept++] = r;
   }

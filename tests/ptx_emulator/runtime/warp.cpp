@@ -275,22 +275,25 @@ uint32_t reduce(Thread* t, int site, ReduceOp op, uint32_t value, uint32_t mask)
 }
 void warp_sync(Thread* t, int site, uint32_t mask) { meet(t, site, kSync, 0, mask); }
 
+// Operands come in arrays of four words, whatever the form needs: copies of a fixed size are two instructions.
+using Words = uint32_t[4];
+static void copy_words(uint32_t* to, const uint32_t* from) { std::memcpy(to, from, sizeof(Words)); }
+
 void mma(Thread* t, int site, int k, MmaType type, bool half, uint32_t* d, const uint32_t* a, const uint32_t* b, const uint32_t* c) {
-  const MmaForm f{type, k, half};
-  std::copy(a, a + f.a_words(), t->in);
-  std::copy(b, b + f.b_words(), t->in + 8);
-  std::copy(c, c + (half ? 2 : 4), t->in + 12);
-  meet(t, site, kMma, f.code(), ~0u);
-  std::copy(t->out, t->out + (half ? 2 : 4), d);
+  copy_words(t->in, a);
+  copy_words(t->in + 8, b);
+  copy_words(t->in + 12, c);
+  meet(t, site, kMma, MmaForm{type, k, half}.code(), ~0u);
+  copy_words(d, t->out);
 }
 void load_matrix(Thread* t, int site, int count, bool transposed, const uint8_t* row, uint32_t* d) {
   std::memcpy(t->in, &row, sizeof row);
   meet(t, site, kLoadMatrix, uint32_t(count) | uint32_t(transposed) << 4, ~0u);
-  std::copy(t->out, t->out + count, d);
+  copy_words(d, t->out);
 }
 void store_matrix(Thread* t, int site, int count, bool transposed, uint8_t* row, const uint32_t* s) {
   std::memcpy(t->in, &row, sizeof row);
-  std::copy(s, s + count, t->in + 4);
+  copy_words(t->in + 4, s);
   meet(t, site, kStoreMatrix, uint32_t(count) | uint32_t(transposed) << 4, ~0u);
 }
 uint32_t move_matrix(Thread* t, int site, uint32_t a) {

@@ -814,7 +814,7 @@ def _mma(e, i):
         raise Unsupported("mma")
     if not (i.has("row") and i.has("col")) or to not in ("f32", "f16") or (to == "f16" and a_type != "f16"):
         raise Unsupported("mma")
-    words = lambda name, o: f"uint32_t {name}[] = {{{', '.join(e.value(x, 'b32') for x in e.vector(o))}}};"  # noqa: E731
+    words = lambda name, o: f"uint32_t {name}[4] = {{{', '.join(e.value(x, 'b32') for x in e.vector(o))}}};"  # noqa: E731
     d = e.vector(i.operands[0])
     kind = {"bf16": "kBf16", "f16": "kF16", "tf32": "kTf32"}[a_type]
     half = "true" if to == "f16" else "false"
@@ -847,7 +847,7 @@ def _stmatrix(e, i):
     values = ", ".join(e.value(x, "b32") for x in e.vector(i.operands[1]))
     row = _matrix_address(e, i, i.operands[0], count, "kMatrixWrite")
     trans = str(i.has("trans")).lower()
-    return f"{{ uint32_t s_[] = {{{values}}}; uint8_t* r_ = {row}; store_matrix(c, {e.site(i)}, {count}, {trans}, r_, s_); }}"
+    return f"{{ uint32_t s_[4] = {{{values}}}; uint8_t* r_ = {row}; store_matrix(c, {e.site(i)}, {count}, {trans}, r_, s_); }}"
 
 
 @opcode("movmatrix")

@@ -16,10 +16,11 @@ class Location:
 
     file: str
     line: int
+    column: int
     caller: "Location | None" = None
 
     def __str__(self) -> str:
-        text = f"{self.file}:{self.line}"
+        text = f"{self.file}:{self.line}:{self.column}"
         return f"{text} < {self.caller}" if self.caller else text
 
 
@@ -115,7 +116,7 @@ _PARAMETER = re.compile(
 _FUNCTION = re.compile(r"(?:\.(?:visible|extern|weak|common|noreturn)\s+)*\.(entry|func)\b")
 _HEADER = re.compile(r"\.(?:entry|func)\s*(\([^)]*\))?\s*([\w$]+)\s*(\(.*?\))?\s*(?:\.[a-z].*)?$", re.S)
 _THREADS = re.compile(r"\.(?:maxntid|reqntid)\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
-_LOCATION = re.compile(r"^\.loc\s+(\d+)\s+(\d+)\s+\d+(?:.*\binlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
+_LOCATION = re.compile(r"^\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:.*\binlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
 _INSTRUCTION = re.compile(r"^(?:@(!?[%\w$]+)\s+)?([\w.:]+)\s*(.*)$", re.S)
 _TOKEN = re.compile(r'"[^"]*"|[{};\n]|[^{};\n"]+')
 
@@ -260,11 +261,11 @@ class _Reader:
         found = _LOCATION.match(text)
         if not found:
             return None
-        number, row, *inlined = found.groups()
+        number, row, column, *inlined = found.groups()
         if row == "0":
             return None
         caller = self.inlined.get(tuple(inlined)) if inlined[0] else None
-        where = Location(self.files.get(number, "?"), int(row), caller)
+        where = Location(self.files.get(number, "?"), int(row), int(column), caller)
         # A later "inlined_at" names this place by the same three numbers.
         self.inlined[tuple(text.split(",")[0].split()[1:4])] = where
         return where
