@@ -338,7 +338,7 @@ __global__ void traps(int* out) {
   if (out[threadIdx.x] == 7) asm volatile("trap;");
 }
 __constant__ float fixed[32];
-__global__ void writes_constant(int i) { const_cast<float*>(fixed)[i + threadIdx.x] = 1; }
+__device__ float variable[32];
 
 }  // namespace
 
@@ -362,7 +362,8 @@ int main(int argc, char** argv) {
   RUN(shared_past_the_end, shared_at<<<1, 32, 128>>>(x, 1));
   RUN(shared_to_the_end, shared_at<<<1, 32, 128>>>(x, 0));
   RUN(shared_pointer_past_the_end, shared_by_pointer<<<1, 32>>>(x, 1));
-  RUN(constant_written, writes_constant<<<1, 32>>>(0));
+  RUN(constant_written, float* p; cudaGetSymbolAddress((void**)&p, fixed); store_at<<<1, 32>>>(p, 0));
+  RUN(variable_written, float* p; cudaGetSymbolAddress((void**)&p, variable); store_at<<<1, 32>>>(p, 0));
   RUN(load4_misaligned, load4<<<1, 32>>>(x + 1, y4));
   RUN(load4_aligned, load4<<<1, 32>>>(x + 4, y4));
   RUN(shared8_misaligned, shared8<<<1, 32>>>(x, 4));

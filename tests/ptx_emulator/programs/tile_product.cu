@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // C = silu(alpha A B) in bf16: cp.async double buffering, swizzle-free padded tiles, ldmatrix (plain and transposed), mma.sync.
-// A kernel with everything that the project's kernels use, and a place for their typical mistakes: BUG_* seeds one of them.
+// A kernel with everything that the project's kernels use, and a place for their typical
+// mistakes: each Bug seeds one.
 #include <cuda_bf16.h>
 
 #include "testing.cuh"
@@ -8,6 +9,8 @@ using namespace testing;
 using bf16 = __nv_bfloat16;
 
 constexpr int kRows = 64, kColumns = 128, kDepth = 32, kPitchA = kDepth + 8, kPitchB = kColumns + 8, kThreads = 128;
+
+enum Bug { kNone, kWaitsTooLittle, kNoBarrierBeforeReading, kNoBarrierBeforeWriting, kMisaligned, kRowTooFar, kSharedTooSmall };
 
 struct Shared {
   bf16 a[2][kRows][kPitchA];
@@ -26,6 +29,7 @@ __device__ void load4(uint32_t (&d)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(address) : "memory");
 }
 
+template <Bug kBug>
 __global__ void __launch_bounds__(kThreads) tile_product(const bf16* A, const bf16* B, float* C, int columns, int depth, float alpha) {
   extern __shared__ __align__(16) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
@@ -46,23 +50,13 @@ __global__ void __launch_bounds__(kThreads) tile_product(const bf16* A, const bf
       fetch(step + 1);
       asm volatile("cp.async.wait_group 1;" ::: "memory");
     } else {
-#ifdef BUG_WAIT
-      asm volatile("cp.async.wait_group 1;" ::: "memory");
-#else
-      asm volatile("cp.async.wait_group 0;" ::: "memory");
-#endif
+      asm volatile("cp.async.wait_group %0;" ::"n"(kBug == kWaitsTooLittle ? 1 : 0) : "memory");
     }
-#ifndef BUG_READ_BARRIER
-    __syncthreads();
-#endif
+    if constexpr (kBug != kNoBarrierBeforeReading) __syncthreads();
 #pragma unroll
     for (int k = 0; k < kDepth; k += 16) {
       uint32_t a[2][4], b[4][4];
-#ifdef BUG_MISALIGNED
-      const int skew = 1;
-#else
-      const int skew = 0;
-#endif
+      const int skew = kBug == kMisaligned;
       for (int i = 0; i < 2; i++) load4<false>(a[i], &shared.a[step & 1][warp_row + i * 16 + lane % 16][k + lane / 16 * 8 + skew]);
       for (int j = 0; j < 4; j++) load4<true>(b[j], &shared.b[step & 1][k + lane % 16][warp_column + j * 16 + lane / 16 * 8]);
       for (int i = 0; i < 2; i++)
@@ -73,17 +67,13 @@ __global__ void __launch_bounds__(kThreads) tile_product(const bf16* A, const bf
                        : "r"(a[i][0]), "r"(a[i][1]), "r"(a[i][2]), "r"(a[i][3]), "r"(b[j / 2][j % 2 * 2]), "r"(b[j / 2][j % 2 * 2 + 1]));
         }
     }
-#ifndef BUG_WRITE_BARRIER
-    __syncthreads();  // the next fetch overwrites what was read here
-#endif
+    if constexpr (kBug != kNoBarrierBeforeWriting) __syncthreads();  // the next fetch overwrites what was read here
   }
   for (int i = 0; i < 2; i++)
     for (int j = 0; j < 8; j++)
       for (int h = 0; h < 2; h++) {
         int row = row0 + warp_row + i * 16 + lane / 4 + 8 * h;
-#ifdef BUG_ROW
-        if (row == row0 + kRows - 1) row++;
-#endif
+        if (kBug == kRowTooFar && row == row0 + kRows - 1) row++;
         const int column = column0 + warp_column + j * 8 + lane % 4 * 2;
         const float x = sum[i][j][2 * h] * alpha, y = sum[i][j][2 * h + 1] * alpha;
         *reinterpret_cast<float2*>(C + size_t(row) * columns + column) = make_float2(x / (1 + __expf(-x)), y / (1 + __expf(-y)));
@@ -101,15 +91,19 @@ int main(int argc, char** argv) {
   const auto A = rounded(numbers(size_t(M) * K, 3)), B = rounded(numbers(size_t(K) * N, 5));
   Array<bf16> a(A), b(B);
   Array<float> c(size_t(M) * N);
-#ifdef BUG_SHARED_SIZE
-  const int shared = sizeof(Shared) - 16;
-#else
-  const int shared = sizeof(Shared);
-#endif
-  cudaFuncSetAttribute(tile_product, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  tile_product<<<dim3(N / kColumns, M / kRows), kThreads, shared>>>(a, b, c, N, K, alpha);
+  const Bug bug = Bug(argc > 4 ? std::atoi(argv[4]) : 0);
+  const int shared = sizeof(Shared) - (bug == kSharedTooSmall ? 32 : 0);
+  auto launch = [&](auto kernel) {
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    kernel<<<dim3(N / kColumns, M / kRows), kThreads, shared>>>(a, b, c, N, K, alpha);
+  };
+  if (bug == kNone || bug == kSharedTooSmall) launch(tile_product<kNone>);
+  if (bug == kWaitsTooLittle) launch(tile_product<kWaitsTooLittle>);
+  if (bug == kNoBarrierBeforeReading) launch(tile_product<kNoBarrierBeforeReading>);
+  if (bug == kNoBarrierBeforeWriting) launch(tile_product<kNoBarrierBeforeWriting>);
+  if (bug == kMisaligned) launch(tile_product<kMisaligned>);
+  if (bug == kRowTooFar) launch(tile_product<kRowTooFar>);
   const auto got = c.host();
-  if (argc > 4) return 0;  // timing: without the reference
   std::vector<double> want(size_t(M) * N);
   for (int m = 0; m < M; m++)
     for (int n = 0; n < N; n++) {

@@ -28,6 +28,7 @@ void Knowledge::learn(uint32_t thread, uint32_t time) {
   mine = std::max(mine, time);
 }
 void Knowledge::join(const Knowledge& other, uint32_t block_floor) {
+  floor = std::max(floor, other.floor);
   for (const WarpTimes& w : other.warps) {
     uint32_t newest = 0;
     for (uint32_t time : w.time) newest = std::max(newest, time);
@@ -53,11 +54,26 @@ void clocks_start(Block* b) {
   b->tick = 1;
   b->floor = 0;
   b->foreign.clear();
+  forget(b->fenced);
   for (Thread* t : b->thread) {
     forget(t->known);
     forget(t->fenced);
     t->now = 1;
   }
+}
+
+// A fence of one thread, a barrier, a release by another thread: what the fence made visible comes along.
+template <class Each>
+static void share_fences(Block* b, Each each) {
+  Knowledge* joined = nullptr;
+  each([&](Thread* t) {
+    if (!t->fenced) return;
+    if (!joined) joined = new Knowledge;
+    joined->join(*t->fenced, b->floor);
+  });
+  if (!joined) return;
+  each([&](Thread* t) { share(t->fenced, joined); });
+  forget(joined);
 }
 
 void meet_warp(Thread** warp, uint32_t mask) {
@@ -84,9 +100,18 @@ void meet_warp(Thread** warp, uint32_t mask) {
     if (!same) share(t->known, joined);
   }
   if (!same) forget(joined);
+  share_fences(b, [&](auto f) {
+    for (uint32_t m = mask; m; m &= m - 1) f(warp[__builtin_ctz(m)]);
+  });
 }
 
 void meet_block(Block* b) {
+  for (Thread* t : b->thread)
+    if (t->fenced) {
+      if (!b->fenced) b->fenced = new Knowledge;
+      b->fenced->join(*t->fenced, b->floor);
+      forget(t->fenced);
+    }
   b->floor = b->tick;
   const uint32_t now = ++b->tick;
   for (Thread* t : b->thread) {
@@ -121,6 +146,9 @@ void meet_some(Block* b, const std::vector<Thread*>& waiting, Knowledge*& brough
     t->now = tick;
   }
   forget(joined);
+  share_fences(b, [&](auto f) {
+    for (Thread* t : waiting) f(t);
+  });
 }
 
 // ---- hand-offs: fence, release, acquire ----
@@ -170,14 +198,21 @@ void acquire_and_release(Thread* t, uint64_t address, bool acquires, bool writes
     }
   }
   if (!writes) return;
-  Knowledge* known = release ? snapshot(t) : t->fenced;
+  Knowledge* known = nullptr;
+  if (release) {
+    known = snapshot(t);
+  } else if (t->fenced || t->block->fenced) {
+    known = new Knowledge;
+    if (t->block->fenced) known->join(*t->block->fenced, 0);
+    if (t->fenced) known->join(*t->fenced, 0);
+  }
   if (!known) {
     if (!updates) shard.held.erase(address);
     return;
   }
   shard.all.push_back(std::make_unique<Published>(Published{t->block->serial, *known, updates ? held : nullptr}));
   shard.held[address] = shard.all.back().get();
-  if (release) forget(known);
+  forget(known);
 }
 
 bool knows_foreign(const Thread* t) { return !t->block->foreign.empty() || (t->known && !t->known->foreign.empty()); }

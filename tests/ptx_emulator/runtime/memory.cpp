@@ -376,9 +376,11 @@ static void watch_global(Thread* t, int site, uint64_t address, uint32_t size, A
     if (!kind.writes && address - parameters < b->launch->kernel->parameter_bytes) return;
     if (!s.bounds) return;
     Allocation* near = find_allocation(address);
-    if (!near) near = find_allocation(address - size);
+    const uint64_t beyond = address - (reinterpret_cast<uint64_t>(t->shared) + t->shared_size);
+    if (!near && beyond < (64 << 10)) bad_shared_access(t, site, t->shared_size + beyond, size);
     if (!near) {
       auto at = position(address);
+      if (at != allocations().end() && (*at)->address - address <= 4096) near = *at;
       if (at != allocations().begin() && address - ((*std::prev(at))->address + (*std::prev(at))->size) < kGap) near = *std::prev(at);
     }
     const char* what = kind.writes ? "write" : "read";

@@ -67,13 +67,13 @@ static std::string reproduce() {
     if (entry.rfind("PTX_EMULATOR_", 0) || !entry.rfind("PTX_EMULATOR_THREADS=", 0) || !entry.rfind("PTX_EMULATOR_SEED=", 0)) continue;
     command += " " + quoted(entry);
   }
-  if (const char* test = std::getenv("PYTEST_CURRENT_TEST")) {
-    const std::string name = test;
-    return command + " python -m pytest " + quoted(name.substr(0, name.rfind(" (")));
-  }
   std::ifstream self("/proc/self/cmdline", std::ios::binary);
-  for (std::string word; std::getline(self, word, '\0');) command += " " + quoted(word);
-  return command;
+  std::string words;
+  for (std::string word; std::getline(self, word, '\0');) words += " " + quoted(word);
+  const char* test = std::getenv("PYTEST_CURRENT_TEST");
+  if (!test || words.find("pytest") == std::string::npos) return command + words;
+  const std::string name = test;  // inside pytest itself
+  return command + " python -m pytest " + quoted(name.substr(0, name.rfind(" (")));
 }
 
 std::string describe_site(const Launch& launch, int site) {

@@ -68,6 +68,7 @@ struct Block {
   // race check: every access with a time up to `floor` happened before everything that follows
   uint32_t tick = 0, floor = 0;
   std::vector<Published*> foreign;
+  Knowledge* fenced = nullptr;  // what fences before the last barrier of all threads made visible
   bool abandoned = false;
 
   Thread* first_lane(uint32_t warp) { return thread[warp * 32]; }
