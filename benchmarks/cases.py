@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is benchmarked: shapes, their inputs, and the floor of work that each one needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CHUNK = 16  # of the floor below
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of the rule, as a model makes it. A `decode` case has one token and a state."""
+
+    name: str
+    batch: int
+    tokens: int
+    key_heads: int
+    value_heads: int
+    key_dim: int = 128
+    value_dim: int = 128
+    decode: bool = False
+    strided: bool = False  # q, k, v as views of one [B, D, T] tensor, which is what models pass
+    quick: bool = True  # part of --quick
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: B={self.batch} T={self.tokens} HK={self.key_heads} "
+            f"HV={self.value_heads} K={self.key_dim} V={self.value_dim}"
+        )
+
+    @property
+    def token_heads(self) -> int:
+        return self.batch * self.tokens * self.value_heads
+
+    @property
+    def flop(self) -> float:
+        """The least that the chunked rule does, counting triangles as halves and products that key
+        heads share once: 6 K V + 2 C (K HK / HV + V) per token and value head."""
+        k, v = self.key_dim, self.value_dim
+        shared = k * self.key_heads / self.value_heads
+        return self.token_heads * (6 * k * v + 2 * CHUNK * (shared + v))
+
+    @property
+    def state_floats(self) -> int:
+        return self.batch * self.value_heads * self.key_dim * self.value_dim
+
+    def inputs(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Seeded inputs with gates as the models start with: A = U(1, 16), dt_bias = 1."""
+        rng = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=rng)
+
+        b, t, hk, hv = self.batch, self.tokens, self.key_heads, self.value_heads
+        keys, values = hk * self.key_dim, hv * self.value_dim
+        mixed = normal(b, 2 * keys + values, t).to(dtype).transpose(1, 2)
+        if not self.strided:
+            q, k, v = (x.contiguous() for x in mixed.split((keys, keys, values), -1))
+        else:
+            q, k, v = mixed.split((keys, keys, values), -1)
+        a = torch.empty(hv).uniform_(1, 16, generator=rng)
+        return {
+            "query": q.reshape(b, t, hk, self.key_dim),
+            "key": k.reshape(b, t, hk, self.key_dim),
+            "value": v.reshape(b, t, hv, self.value_dim),
+            "g": -a * torch.nn.functional.softplus(normal(b, t, hv) + 1),
+            "beta": normal(b, t, hv).sigmoid().to(dtype),
+            "initial_state": normal(b, hv, self.key_dim, self.value_dim) if self.decode else None,
+            "output_final_state": True,
+            "use_qk_l2norm_in_kernel": True,
+        }
+
+
+CASES = (
+    Case("prefill 4096", 1, 4096, 16, 32),
+    Case("prefill 4096, strided", 1, 4096, 16, 32, strided=True, quick=False),
+    Case("prefill 1024", 1, 1024, 8, 16),
+    Case("prefill 4 x 512", 4, 512, 8, 16, quick=False),
+    Case("prefill 1024, dims 64", 1, 1024, 8, 16, key_dim=64, value_dim=64, quick=False),
+    Case("decode 1", 1, 1, 16, 32, decode=True),
+    Case("decode 32", 32, 1, 16, 32, decode=True),
+)

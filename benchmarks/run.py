@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times the operators next to the functions of transformers that they stand in for.
+
+    python benchmarks/run.py              about ten minutes
+    python benchmarks/run.py --quick      the main shapes, fewer rounds
+
+All contestants run in one process on the same pinned cores, one call each per round, so that a
+disturbance meets all of them. The machine's peak is measured in every round as well. Written to
+benchmarks/results/<machine>/<date>.json; report.py makes tables of it, compare.py compares two.
+
+transformers' functions allocate tens of temporaries per call, and how fast that is depends on
+malloc: by default glibc gives large blocks back to the system at once, and every call pays for the
+page faults. Everything is therefore timed twice, once as it is and once (`--malloc tuned`, in a
+process of its own) with a malloc that keeps its memory, which is transformers' best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import machine
+
+TUNED = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
+OURS, THEIRS = "deltanet_ext", "transformers"
+
+
+def contestants(case: Any) -> dict[str, Callable]:
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+    import deltanet_ext
+
+    def plain(function: Callable) -> Callable:
+        while hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        return function
+
+    if case.decode:
+        return {
+            OURS: deltanet_ext.recurrent_gated_delta_rule,
+            THEIRS: plain(modeling.torch_recurrent_gated_delta_rule),
+        }
+    return {
+        OURS: deltanet_ext.chunk_gated_delta_rule,
+        THEIRS: plain(modeling.torch_chunk_gated_delta_rule),
+    }
+
+
+def measure(case: Any, dtype: str, seconds: float, peak: machine.Peak) -> list[dict[str, Any]]:
+    """Rounds of one sample per contestant, until `seconds` have passed; at least five."""
+    import torch
+    from cases import DTYPES
+
+    inputs = case.inputs(DTYPES[dtype])
+    # A sample is one call or, for short calls, enough of them to take a few milliseconds. What a
+    # call returned is kept until the next one returns, as in a model.
+    calls, samples = {}, {}
+    functions = contestants(case)
+    for name, function in functions.items():
+        function(**inputs)
+        start = time.perf_counter()
+        function(**inputs)
+        calls[name] = max(1, int(5e-3 / (time.perf_counter() - start)))
+        samples[name] = []
+
+    peaks = []
+    start = time.perf_counter()
+    with torch.inference_mode():
+        while time.perf_counter() - start < seconds or len(peaks) < 5:
+            peaks.append(peak.gflops())
+            for name, function in functions.items():
+                begin = time.perf_counter()
+                for _ in range(calls[name]):
+                    result = function(**inputs)
+                samples[name].append((time.perf_counter() - begin) / calls[name])
+    del result
+
+    # What decoding cannot do without: one pass over the state, read and written.
+    floor_gbs = peak.gbs(case.state_floats) if case.decode else None
+    rows = []
+    for name, times in samples.items():
+        best, middle = min(times), statistics.median(times)
+        row = {
+            "case": case.name,
+            "shape": str(case).partition(": ")[2],
+            "dtype": dtype,
+            "contestant": name,
+            "ms_min": best * 1e3,
+            "ms_median": middle * 1e3,
+            "rounds": len(times),
+        }
+        if case.decode:
+            row |= {"gbs": case.state_floats * 8 / best / 1e9, "peak_gbs": floor_gbs}
+            row["share"] = row["gbs"] / floor_gbs
+        else:
+            row |= {"gflops": case.flop / best / 1e9, "peak_gflops": max(peaks)}
+            row["share"] = row["gflops"] / max(peaks)
+        rows.append(row)
+    return rows
+
+
+def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
+    import torch
+    from cases import CASES
+
+    torch.set_num_threads(options.threads)
+    peak = machine.Peak(options.threads)
+    rows = []
+    for case in CASES:
+        if options.quick and not case.quick:
+            continue
+        if options.only and options.only not in case.name:
+            continue
+        for dtype in options.dtype:
+            print(f"  {case} {dtype}", file=sys.stderr, flush=True)
+            for row in measure(case, dtype, 3 if options.quick else 20, peak):
+                rows.append(row | {"malloc": options.malloc})
+    return rows
+
+
+def run_tuned(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The same in a child whose malloc keeps its memory; glibc reads the settings at the start."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.json"
+        command = [sys.executable, __file__, "--malloc", "tuned", "--rows", str(path)]
+        command += ["--threads", str(options.threads), "--only", options.only, "--dtype"]
+        command += [*options.dtype, *(["--quick"] if options.quick else [])]
+        subprocess.run(command, env=os.environ | TUNED, check=True)
+        return json.loads(path.read_text())
+
+
+def facts(options: argparse.Namespace, cores: list[int], load: tuple[float, ...]) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    import deltanet_ext
+
+    return {
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": machine.cpu_facts(),
+        "deltanet_ext": deltanet_ext.__version__,
+        "isa": deltanet_ext.cpu_isa(),
+        "build": {name: str(fact) for name, fact in deltanet_ext.build_info().items()},
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": options.threads,
+        "cores": cores,
+        "load_before_and_after": [round(load[0], 2), round(os.getloadavg()[0], 2)],
+        "ld_preload": os.environ.get("LD_PRELOAD", ""),
+        "quick": options.quick,
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    from report import table_rows
+    from rich.console import Console
+    from rich.table import Table
+
+    title = (
+        f"{result['isa']}, {result['threads']} thread(s), load {result['load_before_and_after']}"
+    )
+    table = Table(title=title)
+    header, *rows = table_rows(result)
+    for i, name in enumerate(header):
+        table.add_column(name, justify="right" if i > 1 else "left")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=max(100, Console().width)).print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="main shapes, fewer rounds")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--malloc", choices=("both", "default", "tuned"), default="both")
+    parser.add_argument("--out", help="file for the result (default: under benchmarks/results)")
+    parser.add_argument("--rows", help=argparse.SUPPRESS)  # a child's answer to its parent
+    options = parser.parse_args()
+
+    if options.malloc == "tuned" and any(os.environ.get(k) != v for k, v in TUNED.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | TUNED)
+
+    load = os.getloadavg()
+    cores = machine.pin(options.threads)
+    both = options.malloc == "both"
+    if both:
+        options.malloc = "default"
+    rows = run_all(options)
+    if options.rows:
+        Path(options.rows).write_text(json.dumps(rows))
+        return 0
+    if both:
+        print("again, with a malloc that keeps its memory:", file=sys.stderr)
+        rows += run_tuned(options)
+
+    result = facts(options, cores, load) | {"rows": rows}
+    show(result)
+    day = result["date"][:10]
+    name = f"{day}-{options.threads}t{'-quick' if options.quick else ''}.json"
+    path = Path(options.out or machine.HERE / "results" / machine.slug() / name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written to {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

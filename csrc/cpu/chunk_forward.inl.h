@@ -1,0 +1,481 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The chunked gated delta rule, forward.                                        docs/algorithm.md
+// (2) to (7)
+//
+//   V' = (I + L)^-1 diag(b) (V - diag(e^G) K S)        forward substitution, T is never formed
+//   O  = scale (diag(e^G) Q S + (Q K^T o D) V')
+//   S <- e^{G_C} S + (diag(e^{G_C - G}) K)^T V'
+//
+// Work split:  one task = some value heads of one key head and some columns of V, over a whole
+// sequence.
+//              Per chunk and key head: K K^T and Q K^T. Per value head: gates. Per column tile: the
+//              three lines.
+// Numerics:    everything in X::Real; G is a pair of Reals, summed in a wider type. l2norm, beta,
+// decay and scale
+//              are row factors of these products: K and Q themselves are never rescaled.
+// Memory:      q, k, v are read once and o is written once. The working state of a head is packed
+// tile by
+//              tile and stays in L2; nothing that is kept grows with T.
+// Padding:     K, V, chunk are padded with zeros (k = b = g = 0 leaves the state alone), so no loop
+// has a tail.
+//
+// Included inside an ISA namespace, after a vector type X.
+
+template <class X>
+struct ChunkForward {
+  using Real = typename X::Real;
+  using Wider = typename WiderThan<Real>::type;
+  using V = typename X::V;
+  static constexpr int W = X::kLanes;
+  static constexpr int C = X::kChunk;
+
+  // Row stride of packed K, Q and V: the same for every head dim, so that a register tile addresses
+  // its rows by constants; not a power of two, so that rows do not meet in the same cache sets.
+  static constexpr int kRow = kMaxHeadDim + 16;
+  static constexpr int kWidest = X::kTileWidths[0];
+  static_assert(C % 4 == 0 && C % X::kDotRows == 0 && C % W == 0 && kRow % W == 0);
+
+  // Everything of a chunk and value head that depends on neither V nor S.
+  struct Gates {
+    alignas(64)
+        Real L[C * C];  // b_i (k_i . k_j) D_ij        j <  i   (3); above the diagonal: never read
+    alignas(64) Real P[C * C];   // scale (q_i . k_j) D_ij      j <= i
+    alignas(64) Real value[C];   // b_i
+    alignas(64) Real key[C];     // b_i e^{G_i}
+    alignas(64) Real query[C];   // scale e^{G_i}
+    alignas(64) Real update[C];  // e^{G_C - G_i}
+    Real keep;                   // e^{G_C}
+  };
+
+  struct Scratch {
+    Real *K, *Q;       // [C, kRow]   rows of the current chunk
+    Real* Vin;         // [C, kRow]   v of the current chunk and value head
+    Real *KK, *QK;     // [C, C]      products of the current chunk, lower blocks only
+    Real *rk, *rq;     // [C]         reciprocal norms, or 1
+    Real *Vnew, *Vup;  // [C, widest tile]   V' and diag(update) V'
+    Real* O;           // [C, widest tile]   o where it cannot be stored directly
+    Gates* gates;
+    Real* S;  // [heads][tiles][K, tile]  working states
+    size_t bytes;
+  };
+  static Scratch carve(void* base, int dim_k, int heads, int columns) {
+    ScratchCarver carver{static_cast<char*>(base)};
+    Scratch s;
+    s.K = carver.take<Real>(C * kRow);
+    s.Q = carver.take<Real>(C * kRow);
+    s.Vin = carver.take<Real>(C * kRow);
+    s.KK = carver.take<Real>(C * C);
+    s.QK = carver.take<Real>(C * C);
+    s.rk = carver.take<Real>(C);
+    s.rq = carver.take<Real>(C);
+    s.Vnew = carver.take<Real>(C * kWidest * W);
+    s.Vup = carver.take<Real>(C * kWidest * W);
+    s.O = carver.take<Real>(C * kWidest * W);
+    s.gates = carver.take<Gates>(1);
+    s.S = carver.take<Real>(size_t(heads) * dim_k * round_up(columns, W));
+    s.bytes = carver.used;
+    return s;
+  }
+  static size_t scratch_bytes(const GatedDeltaRuleParams& p, int heads, int columns) {
+    return carve(nullptr, p.dim_k, heads, columns).bytes;
+  }
+
+  // ---- once per chunk and key head
+  // ----------------------------------------------------------------
+
+  // kDotRows x 4 dot products of rows of A and of B. Vectors run along K: nothing is transposed,
+  // nothing is broadcast, and blocks above the diagonal are left out.
+  static DELTANET_INLINE void dot_products(const Real* A, const Real* B, int dim, Real* out) {
+    V c[X::kDotRows * 4];
+#pragma GCC unroll 16
+    for (int i = 0; i < X::kDotRows * 4; ++i) c[i] = X::zero();
+    for (int k = 0; k < dim; k += W) {
+      V b[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) b[j] = X::load(B + j * kRow + k);
+#pragma GCC unroll 4
+      for (int i = 0; i < X::kDotRows; ++i) {
+        const V a = X::load(A + i * kRow + k);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) c[i * 4 + j] = X::fma(a, b[j], c[i * 4 + j]);
+      }
+    }
+    X::store_sums(out, C, c);
+  }
+
+  static DELTANET_NOINLINE void multiply_keys(const Scratch& s, int dim_k, int rows,
+                                              bool with_query, bool l2norm) {
+    const int dim = round_up(dim_k, W);
+    for (int i = 0; i < rows; i += X::kDotRows)
+      for (int j = 0; j < i + X::kDotRows; j += 4) {
+        dot_products(s.K + i * kRow, s.K + j * kRow, dim, s.KK + i * C + j);
+        if (with_query) dot_products(s.Q + i * kRow, s.K + j * kRow, dim, s.QK + i * C + j);
+      }
+    for (int i = 0; i < C; ++i) s.rk[i] = s.rq[i] = 1;
+    if (!l2norm) return;
+    for (int i = 0; i < rows; ++i) {
+      s.rk[i] = reciprocal_norm(s.KK[i * C + i]);  // |k|^2 is the diagonal of K K^T
+      if (!with_query) continue;
+      V sum = X::zero();
+      for (int k = 0; k < dim; k += W) {
+        const V x = X::load(s.Q + i * kRow + k);
+        sum = X::fma(x, x, sum);
+      }
+      s.rq[i] = reciprocal_norm(X::sum(sum));
+    }
+  }
+
+  // ---- once per chunk and value head
+  // --------------------------------------------------------------
+
+  // Where a chunk that starts with token `first` has to end. Normally at `count`; earlier where the
+  // decay rises by more than e^kMostRise inside it, which takes positive g. Then terms that grow
+  // like e^{G_i - G_j} would cancel in the substitution, while token by token nothing does. A new
+  // chunk starts there; what was before does not change.
+  static constexpr Real kMostRise = 3;
+  static int end_of_chunk(const Real* g, int first, int count) {
+    Wider sum = 0, lowest = 0;
+    for (int i = first + 1; i < count; ++i) {
+      sum += g[i];
+      if (sum - lowest > kMostRise) return i;
+      if (sum < lowest) lowest = sum;
+    }
+    return count;
+  }
+
+  // Tokens outside [first, end) count as padding.
+  static DELTANET_NOINLINE void make_gates(const Scratch& s, int first, int end, const Real* g,
+                                           const Real* beta, Real scale) {
+    Gates& gates = *s.gates;
+    // G as hi + lo, summed in a wider type: after one strong gate a single Real would carry its
+    // rounding error into every later difference.
+    alignas(64) Real hi[C], lo[C], b[C];
+    Wider sum = 0;
+    for (int i = 0; i < C; ++i) {
+      const bool inside = i >= first && i < end;
+      if (inside) sum += g[i];
+      b[i] = inside ? beta[i] : Real(0);
+      hi[i] = Real(sum);
+      lo[i] = Real(sum - hi[i]);
+    }
+    const V last_hi = X::set1(hi[C - 1]), last_lo = X::set1(lo[C - 1]);
+    for (int j = 0; j < C; j += W) {
+      const V h = X::load(hi + j), l = X::load(lo + j), rk = X::load(s.rk + j);
+      const V decay = X::exp_of_sum(h, l), bj = X::load(b + j);
+      X::store(gates.value + j, bj);
+      X::store(gates.key + j, X::mul(bj, X::mul(decay, rk)));
+      X::store(gates.query + j, X::mul(X::set1(scale), X::mul(decay, X::load(s.rq + j))));
+      X::store(gates.update + j, X::mul(X::exp_of_sum(X::sub(last_hi, h), X::sub(last_lo, l)), rk));
+    }
+    gates.keep = Real(std::exp(Wider(hi[C - 1]) + Wider(lo[C - 1])));
+
+    for (int i = first; i < end; ++i) {
+      const V hi_i = X::set1(hi[i]), lo_i = X::set1(lo[i]);
+      const V key_factor = X::set1(b[i] * s.rk[i]), query_factor = X::set1(scale * s.rq[i]);
+      for (int j = 0; j <= i; j += W) {
+        // Lanes above the diagonal may overflow here; nothing reads them.
+        const V difference = X::sub(hi_i, X::load(hi + j)), rest = X::sub(lo_i, X::load(lo + j));
+        const V D = X::mul(X::exp_of_sum(difference, rest), X::load(s.rk + j));
+        X::store(gates.L + i * C + j, X::mul(key_factor, X::mul(X::load(s.KK + i * C + j), D)));
+        X::store(gates.P + i * C + j, X::mul(query_factor, X::mul(X::load(s.QK + i * C + j), D)));
+      }
+      std::memset(gates.L + i * C, 0, sizeof(Real) * first);
+      std::memset(gates.P + i * C, 0, sizeof(Real) * first);
+    }
+    for (int i = 0; i < C; ++i) {
+      if (i >= first && i < end) continue;
+      gates.key[i] = gates.query[i] = gates.update[i] = 0;
+      std::memset(gates.L + i * C, 0, sizeof(Real) * C);
+      std::memset(gates.P + i * C, 0, sizeof(Real) * C);
+    }
+  }
+
+  // ---- once per chunk, value head and column tile
+  // ------------------------------------------------- A tile is kWidth vectors of columns. Register
+  // tiles are kRows x kWidth accumulators.
+
+  template <int kWidth>
+  struct Tile {
+    static constexpr int kColumns = kWidth * W;
+    static constexpr int kRows = X::rows_for(kWidth);
+    static constexpr int kUpdateRows = X::update_rows_for(kWidth);
+    static_assert(C % kRows == 0);
+    using Registers = V[kRows][kWidth];
+
+    static DELTANET_INLINE void load_row(V (&b)[kWidth], const Real* row) {
+#pragma GCC unroll 8
+      for (int j = 0; j < kWidth; ++j) b[j] = X::load(row + j * W);
+    }
+
+    // c = A S for kRows rows of A
+    static DELTANET_INLINE void rows_times_state(Registers& c, const Real* A, const Real* S,
+                                                 int dim_k) {
+#pragma GCC unroll 32
+      for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 8
+        for (int j = 0; j < kWidth; ++j) c[i][j] = X::zero();
+#pragma GCC unroll 4
+      for (int k = 0; k < dim_k; ++k) {
+        V b[kWidth];
+        load_row(b, S + k * kColumns);
+#pragma GCC unroll 32
+        for (int i = 0; i < kRows; ++i) {
+          const V a = X::set1(A[i * kRow + k]);
+#pragma GCC unroll 8
+          for (int j = 0; j < kWidth; ++j) c[i][j] = X::fma(a, b[j], c[i][j]);
+        }
+      }
+    }
+
+    // c += sign * M[:, first .. first + count) V'[first .. first + count) for kRows rows of M
+    template <bool kSubtract>
+    static DELTANET_INLINE void add_row(Registers& c, const Real* M, const Real* Vnew, int k,
+                                        int from_row) {
+      V b[kWidth];
+      load_row(b, Vnew + k * kColumns);
+#pragma GCC unroll 32
+      for (int i = from_row; i < kRows; ++i) {
+        const V a = X::set1(M[i * C + k]);
+#pragma GCC unroll 8
+        for (int j = 0; j < kWidth; ++j)
+          c[i][j] = kSubtract ? X::fnma(a, b[j], c[i][j]) : X::fma(a, b[j], c[i][j]);
+      }
+    }
+
+    // (5) for rows r0 to r0 + kRows: substitution in the registers that hold K S
+    static DELTANET_INLINE void new_values(const Scratch& s, const Real* S, const Real* v,
+                                           int dim_k, int r0) {
+      const Gates& gates = *s.gates;
+      Registers c;
+      rows_times_state(c, s.K + r0 * kRow, S, dim_k);
+#pragma GCC unroll 32
+      for (int i = 0; i < kRows; ++i) {
+        const V b = X::set1(gates.value[r0 + i]), decayed = X::set1(gates.key[r0 + i]);
+#pragma GCC unroll 8
+        for (int j = 0; j < kWidth; ++j)
+          c[i][j] = X::fnma(decayed, c[i][j], X::mul(b, X::load(v + (r0 + i) * kRow + j * W)));
+      }
+      const Real* L = gates.L + r0 * C;
+      for (int k = 0; k < r0; ++k) add_row<true>(c, L, s.Vnew, k, 0);
+#pragma GCC unroll 32
+      for (int k = 0; k < kRows; ++k)
+#pragma GCC unroll 32
+        for (int i = k + 1; i < kRows; ++i) {
+          const V a = X::set1(L[i * C + r0 + k]);
+#pragma GCC unroll 8
+          for (int j = 0; j < kWidth; ++j) c[i][j] = X::fnma(a, c[k][j], c[i][j]);
+        }
+#pragma GCC unroll 32
+      for (int i = 0; i < kRows; ++i) {
+        const V u = X::set1(gates.update[r0 + i]);
+#pragma GCC unroll 8
+        for (int j = 0; j < kWidth; ++j) {
+          X::store(s.Vnew + (r0 + i) * kColumns + j * W, c[i][j]);
+          X::store(s.Vup + (r0 + i) * kColumns + j * W, X::mul(u, c[i][j]));
+        }
+      }
+    }
+
+    // (6) for rows r0 to r0 + kRows
+    static DELTANET_INLINE void output(const Scratch& s, const Real* S, int dim_k, int r0, Real* o,
+                                       int64_t o_stride, bool stream) {
+      const Gates& gates = *s.gates;
+      Registers c;
+      rows_times_state(c, s.Q + r0 * kRow, S, dim_k);
+#pragma GCC unroll 32
+      for (int i = 0; i < kRows; ++i) {
+        const V factor = X::set1(gates.query[r0 + i]);
+#pragma GCC unroll 8
+        for (int j = 0; j < kWidth; ++j) c[i][j] = X::mul(factor, c[i][j]);
+      }
+      const Real* P = gates.P + r0 * C;
+      for (int k = 0; k < r0; ++k) add_row<false>(c, P, s.Vnew, k, 0);
+#pragma GCC unroll 32
+      for (int k = 0; k < kRows; ++k) add_row<false>(c, P, s.Vnew, r0 + k, k);
+      o += r0 * o_stride;
+      if (stream) {
+#pragma GCC unroll 32
+        for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 8
+          for (int j = 0; j < kWidth; ++j) X::stream(o + i * o_stride + j * W, c[i][j]);
+      } else {
+#pragma GCC unroll 32
+        for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 8
+          for (int j = 0; j < kWidth; ++j) X::store(o + i * o_stride + j * W, c[i][j]);
+      }
+    }
+
+    // (7) for state rows m to m + kCount
+    template <int kCount>
+    static DELTANET_INLINE void update_rows(const Scratch& s, Real* S, int m) {
+      V c[kCount][kWidth];
+      const V keep = X::set1(s.gates->keep);
+#pragma GCC unroll 32
+      for (int i = 0; i < kCount; ++i)
+#pragma GCC unroll 8
+        for (int j = 0; j < kWidth; ++j)
+          c[i][j] = X::mul(keep, X::load(S + (m + i) * kColumns + j * W));
+#pragma GCC unroll 32
+      for (int t = 0; t < C; ++t) {
+        V b[kWidth];
+        load_row(b, s.Vup + t * kColumns);
+#pragma GCC unroll 32
+        for (int i = 0; i < kCount; ++i) {
+          const V k = X::set1(s.K[t * kRow + m + i]);
+#pragma GCC unroll 8
+          for (int j = 0; j < kWidth; ++j) c[i][j] = X::fma(k, b[j], c[i][j]);
+        }
+      }
+#pragma GCC unroll 32
+      for (int i = 0; i < kCount; ++i)
+#pragma GCC unroll 8
+        for (int j = 0; j < kWidth; ++j) X::store(S + (m + i) * kColumns + j * W, c[i][j]);
+    }
+    static DELTANET_INLINE void update_state(const Scratch& s, Real* S, int dim_k) {
+      int m = 0;
+      for (; m + kUpdateRows <= dim_k; m += kUpdateRows) update_rows<kUpdateRows>(s, S, m);
+      for (; m + 2 <= dim_k; m += 2) update_rows<2>(s, S, m);
+      for (; m < dim_k; ++m) update_rows<1>(s, S, m);
+    }
+
+    // o: where rows can be stored directly, or null: no output is wanted. `stream`: past the
+    // caches.
+    static DELTANET_NOINLINE void run(const Scratch& s, Real* S, const Real* v, int dim_k,
+                                      int count, Real* o, int64_t o_stride, bool stream) {
+      const int rows = round_up(count, kRows);
+      for (int r = 0; r < rows; r += kRows) new_values(s, S, v, dim_k, r);
+      if (rows < C)  // the state update always runs over the whole chunk
+        std::memset(s.Vup + rows * kColumns, 0, sizeof(Real) * (C - rows) * kColumns);
+      if (o)
+        for (int r = 0; r < rows; r += kRows) output(s, S, dim_k, r, o, o_stride, stream);
+      update_state(s, S, dim_k);
+    }
+  };
+
+  static constexpr int tile_width(int columns_left) {
+    for (int width : X::kTileWidths)
+      if (width * W <= columns_left) return width;
+    return 1;
+  }
+  template <int kIndex = 0>
+  static DELTANET_INLINE void run_tile(int width, const Scratch& s, Real* S, const Real* v,
+                                       int dim_k, int count, Real* o, int64_t o_stride,
+                                       bool stream) {
+    constexpr int kWidth = X::kTileWidths[kIndex];
+    if (width == kWidth)
+      Tile<kWidth>::run(s, S, v, dim_k, count, o, o_stride, stream);
+    else if constexpr (kWidth > 1)
+      run_tile<kIndex + 1>(width, s, S, v, dim_k, count, o, o_stride, stream);
+  }
+
+  // ---- a whole task
+  // -------------------------------------------------------------------------------
+
+  // An output that no cache holds is written past the caches: a plain store would first read every
+  // line.
+  static bool streams(const GatedDeltaRuleParams& p, const Matrix& to) {
+    constexpr int64_t kLargeOutput = 8 << 20;
+    return p.batch * p.tokens * p.value_heads * p.dim_v * int64_t(sizeof(Real)) > kLargeOutput &&
+           uintptr_t(to.data) % kScratchAlignment == 0 &&
+           to.row_stride * sizeof(Real) % kScratchAlignment == 0;
+  }
+
+  // All column tiles of one value head, tokens t + first to t + end of the chunk that starts at t.
+  static void run_head(const GatedDeltaRuleParams& p, const RuleTask& task, const Scratch& s,
+                       int64_t batch, int64_t t, int first, int end, int64_t head, Real* S) {
+    const int columns = task.column_end - task.column_begin;
+    const int padded = round_up(columns, W);
+    if (p.value)
+      pack_rows<X>(head_rows(p.value, batch, t, head, task.column_begin), end, columns, s.Vin, kRow,
+                   C, padded);
+    for (int c = 0; c < padded;) {
+      const int width = tile_width(padded - c), tile_columns = width * W;
+      const int valid = min_of(tile_columns, columns - c);
+      if (p.output) {
+        Matrix to = head_rows(p.output, batch, t + first, head, task.column_begin + c);
+        const bool direct = to.dtype == own_dtype<Real>() && to.column_stride == 1 &&
+                            valid == tile_columns && first == 0 && end == C;
+        if (direct) {
+          run_tile(width, s, S, s.Vin + c, p.dim_k, end, static_cast<Real*>(to.data), to.row_stride,
+                   streams(p, to));
+        } else {
+          run_tile(width, s, S, s.Vin + c, p.dim_k, end, s.O, tile_columns, false);
+          store_rows<X>(s.O + first * tile_columns, tile_columns, to, end - first, valid);
+        }
+      } else {
+        run_tile(width, s, S, s.Vin + c, p.dim_k, end, nullptr, 0, false);
+      }
+      S += p.dim_k * tile_columns;
+      c += tile_columns;
+    }
+  }
+
+  template <class Visit>
+  static void for_each_state(const GatedDeltaRuleParams& p, const RuleTask& task, Real* S,
+                             const Visit& visit) {
+    const int columns = task.column_end - task.column_begin;
+    const int padded = round_up(columns, W);
+    for (int64_t h = task.value_head_begin; h < task.value_head_end; ++h)
+      for (int c = 0; c < padded;) {
+        const int tile_columns = tile_width(padded - c) * W;
+        visit(p, task.sequence, h, task.column_begin + c, min_of(tile_columns, columns - c),
+              tile_columns, S);
+        S += p.dim_k * tile_columns;
+        c += tile_columns;
+      }
+  }
+  struct LoadState {
+    void operator()(const GatedDeltaRuleParams& p, int64_t n, int64_t h, int column, int valid,
+                    int tile_columns, Real* S) const {
+      ConstMatrix from{};
+      if (p.initial_state) from = head_state(p.initial_state, n, h, column);
+      load_state<X>(p.initial_state ? &from : nullptr, p.initial_state_is_identity, column, p.dim_k,
+                    valid, S, tile_columns, tile_columns);
+    }
+  };
+  struct StoreState {
+    void operator()(const GatedDeltaRuleParams& p, int64_t n, int64_t h, int column, int valid,
+                    int tile_columns, Real* S) const {
+      store_state<X>(S, tile_columns, head_state(p.final_state, n, h, column), p.dim_k, valid);
+    }
+  };
+
+  static void run(const GatedDeltaRuleParams& p, const RuleTask& task, void* scratch) {
+    const int heads = int(task.value_head_end - task.value_head_begin);
+    const int columns = task.column_end - task.column_begin;
+    const Scratch s = carve(scratch, p.dim_k, heads, columns);
+    const size_t head_state_size = size_t(p.dim_k) * round_up(columns, W);
+    const int64_t batch = p.sequence_batch(task.sequence);
+    const int64_t begin = p.sequence_begin(task.sequence), end = p.sequence_end(task.sequence);
+    // Lanes above the diagonal take part in vector arithmetic, though nothing reads the result.
+    std::memset(s.KK, 0, sizeof(Real) * C * C);
+    std::memset(s.QK, 0, sizeof(Real) * C * C);
+    if (!p.value) std::memset(s.Vin, 0, sizeof(Real) * C * kRow);
+
+    for_each_state(p, task, s.S, LoadState{});
+    for (int64_t t = begin; t < end; t += C) {
+      const int count = int(end - t < C ? end - t : C);
+      const int padded_k = round_up(p.dim_k, W);
+      pack_rows<X>(head_rows(p.key, batch, t, task.key_head), count, p.dim_k, s.K, kRow, C,
+                   padded_k);
+      if (p.query)
+        pack_rows<X>(head_rows(p.query, batch, t, task.key_head), count, p.dim_k, s.Q, kRow, C,
+                     padded_k);
+      multiply_keys(s, p.dim_k, round_up(count, X::kDotRows), bool(p.query), p.l2norm);
+      for (int r = 0; r < heads; ++r) {
+        const int64_t head = task.value_head_begin + r;
+        Real g[C], beta[C];
+        load_gates<Real>(p, batch, t, head, count, g, beta);
+        for (int first = 0, last; first < count; first = last) {
+          last = end_of_chunk(g, first, count);
+          make_gates(s, first, last, g, beta, Real(p.scale));
+          run_head(p, task, s, batch, t, first, last, head, s.S + r * head_state_size);
+        }
+      }
+    }
+    if (p.final_state) for_each_state(p, task, s.S, StoreState{});
+    X::finish_streams();
+  }
+};

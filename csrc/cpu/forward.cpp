@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpu/forward.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+
+#include "cpu/registry.h"
+
+namespace deltanet::cpu {
+namespace {
+
+// Work is split until there are this many tasks, never further: enough for the cores of one
+// machine. The number must not depend on the threads at hand.
+constexpr int64_t kEnoughTasks = 32;
+
+// Working states of one task, all value heads together, stay in a core's L2.
+constexpr int64_t kMaxStateBytes = 256 * 1024;
+
+// Up to this many tokens the token-by-token kernel is faster: a chunk costs the same however full
+// it is.
+constexpr int64_t kShortRun = 4;
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+
+// Runs task 0 .. count - 1 on at most max_workers threads, each with scratch of its own. A worker
+// takes the next task when it is free, so tasks may differ in size; which worker runs which task
+// changes no result.
+template <class Task>
+void run_tasks(int64_t count, size_t scratch_bytes, const Parallel& parallel, const Task& task) {
+  if (count == 0) return;
+  const int workers = int(std::min<int64_t>(count, std::max(1, parallel.max_workers())));
+  const size_t bytes =
+      (scratch_bytes + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
+  std::unique_ptr<char, Free> scratch(static_cast<char*>(
+      std::aligned_alloc(kScratchAlignment, std::max(bytes, kScratchAlignment) * workers)));
+  if (!scratch) throw std::bad_alloc();
+
+  struct Shared {
+    const Task& task;
+    const int64_t count;
+    const size_t bytes;
+    char* const scratch;
+    std::atomic<int64_t> next{0};
+    std::atomic<int> worker{0};
+  } shared{task, count, bytes, scratch.get()};
+  parallel.run(
+      workers,
+      [](void* context) {
+        Shared& shared = *static_cast<Shared*>(context);
+        char* mine = shared.scratch + shared.bytes * shared.worker.fetch_add(1);
+        for (int64_t i; (i = shared.next.fetch_add(1)) < shared.count;) shared.task(i, mine);
+      },
+      &shared);
+}
+
+// How the heads and columns of every sequence are cut into tasks. Depends on sizes alone.
+class RulePlan {
+ public:
+  RulePlan(const GatedDeltaRuleParams& p, int column_granularity) : p_(p) {
+    heads_per_key_ = p.value_heads / p.key_heads;
+    const int64_t keys = p.sequences * p.key_heads;
+    const int64_t state_bytes = int64_t(p.dim_k) * p.dim_v * (p.is_double() ? 8 : 4);
+    // As many value heads as possible share one task, and with it K K^T, Q K^T and the rows of q
+    // and k.
+    group_ = std::clamp<int64_t>(kMaxStateBytes / state_bytes, 1, heads_per_key_);
+    while (group_ > 1 && keys * groups() < kEnoughTasks) group_ = (group_ + 1) / 2;
+    columns_ = p.dim_v;
+    while (columns_ > column_granularity && keys * groups() * tiles() < kEnoughTasks)
+      columns_ = (columns_ / column_granularity + 1) / 2 * column_granularity;
+  }
+  int64_t tasks() const { return p_.sequences * p_.key_heads * groups() * tiles(); }
+  int heads_per_task() const { return int(group_); }
+  int columns_per_task() const { return columns_; }
+
+  RuleTask task(int64_t i) const {
+    const int64_t tile = i % tiles(), group = i / tiles() % groups();
+    const int64_t key = i / tiles() / groups();
+    RuleTask t;
+    t.sequence = key / p_.key_heads;
+    t.key_head = key % p_.key_heads;
+    t.value_head_begin = t.key_head * heads_per_key_ + group * group_;
+    t.value_head_end = std::min(t.value_head_begin + group_, (t.key_head + 1) * heads_per_key_);
+    t.column_begin = int(tile) * columns_;
+    t.column_end = std::min(t.column_begin + columns_, p_.dim_v);
+    return t;
+  }
+
+ private:
+  int64_t groups() const { return (heads_per_key_ + group_ - 1) / group_; }
+  int64_t tiles() const { return (p_.dim_v + columns_ - 1) / columns_; }
+
+  const GatedDeltaRuleParams& p_;
+  int64_t heads_per_key_, group_;
+  int columns_;
+};
+
+// Tokens behind the last packed sequence belong to nobody: their outputs are zero.
+void clear_tail(const GatedDeltaRuleParams& p) {
+  if (!p.cu_seqlens || !p.output) return;
+  for (int64_t t = p.cu_seqlens[p.sequences]; t < p.tokens; ++t)
+    for (int64_t h = 0; h < p.value_heads; ++h)
+      for (int j = 0; j < p.dim_v; ++j)
+        std::memset(
+            p.output.at(t * p.output.stride[1] + h * p.output.stride[2] + j * p.output.stride[3]),
+            0, size_of(p.output.dtype));
+}
+
+const Kernels& kernels_for(const GatedDeltaRuleParams& p) {
+  return p.is_double() ? kernels_f64() : kernels_f32();
+}
+
+}  // namespace
+
+void chunk_forward(const GatedDeltaRuleParams& p, const Parallel& parallel) {
+  const Kernels& kernels = kernels_for(p);
+  const RulePlan plan(p, kernels.column_granularity);
+  const size_t scratch =
+      std::max(kernels.chunk_scratch_bytes(p, plan.heads_per_task(), plan.columns_per_task()),
+               kernels.recurrent_scratch_bytes(p, plan.columns_per_task()));
+  const bool may_be_short = p.query && p.value;
+  run_tasks(plan.tasks(), scratch, parallel, [&](int64_t i, void* mine) {
+    const RuleTask task = plan.task(i);
+    const int64_t tokens = p.sequence_end(task.sequence) - p.sequence_begin(task.sequence);
+    if (may_be_short && tokens <= kShortRun)
+      kernels.recurrent_forward(p, task, mine);
+    else
+      kernels.chunk_forward(p, task, mine);
+  });
+  clear_tail(p);
+}
+
+void recurrent_forward(const GatedDeltaRuleParams& p, const Parallel& parallel) {
+  const Kernels& kernels = kernels_for(p);
+  const RulePlan plan(p, kernels.column_granularity);
+  run_tasks(plan.tasks(), kernels.recurrent_scratch_bytes(p, plan.columns_per_task()), parallel,
+            [&](int64_t i, void* mine) { kernels.recurrent_forward(p, plan.task(i), mine); });
+  clear_tail(p);
+}
+
+void triangular_inverse(const TriangularInverseParams& p, const Parallel& parallel) {
+  const Kernels& kernels = p.dtype == DType::kFloat64 ? kernels_f64() : kernels_f32();
+  run_tasks(p.count, kernels.inverse_scratch_bytes(p.size), parallel,
+            [&](int64_t i, void* mine) { kernels.triangular_inverse(p, i, mine); });
+}
+
+}  // namespace deltanet::cpu

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The kernels for AVX2 + FMA + F16C.
+#include "cpu/isa_prelude.h"
+
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC diagnostic push
+// GCC warns of its own intrinsics (bug 105593).
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+namespace deltanet::cpu::avx2 {
+#include "cpu/rule_inputs.inl.h"
+#include "cpu/vec_math.inl.h"
+#include "cpu/vec_avx2.inl.h"
+#include "cpu/chunk_forward.inl.h"
+#include "cpu/recurrent_forward.inl.h"
+#include "cpu/triangular_inverse.inl.h"
+#include "cpu/kernel_table.inl.h"
+
+const Kernels kernels_f32 = make_kernels<Avx2>();
+
+}  // namespace deltanet::cpu::avx2
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC diagnostic pop
+#pragma GCC pop_options
+#endif
+#endif  // x86-64

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The kernel table of a vector type. Included inside an ISA namespace, last.
+
+// Columns of a task: a multiple of every widest tile, and wide enough that K K^T, Q K^T and the
+// packing of q and k, which every task of a head repeats, stay below a tenth of its work.
+constexpr int kTaskColumns = 64;
+
+template <class X>
+constexpr Kernels make_kernels() {
+  static_assert(kTaskColumns % (X::kTileWidths[0] * X::kLanes) == 0);
+  return {
+      kTaskColumns,
+      &ChunkForward<X>::scratch_bytes,
+      &ChunkForward<X>::run,
+      &RecurrentForward<X>::scratch_bytes,
+      &RecurrentForward<X>::run,
+      &TriangularInverse<X>::scratch_bytes,
+      &TriangularInverse<X>::run,
+  };
+}

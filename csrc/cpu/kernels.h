@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What an ISA file offers to the rest of the CPU backend: a table of kernels per arithmetic type.
+// A kernel computes one task in the scratch memory that it is given; who runs which task, and on
+// which thread, is decided in forward.cpp.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "core/params.h"
+
+namespace deltanet::cpu {
+
+// A piece of a call that needs no other piece: some value heads of one key head, and some columns
+// of V, over a whole sequence. (Columns are independent because the state's columns are.)
+struct RuleTask {
+  int64_t sequence;
+  int64_t key_head;
+  int64_t value_head_begin, value_head_end;  // all of them read key_head
+  int column_begin, column_end;              // columns of V
+};
+
+constexpr size_t kScratchAlignment = 64;
+
+struct Kernels {
+  // A task's column_begin is a multiple of this.
+  int column_granularity;
+
+  // The chunked rule, equations (2) to (7).
+  size_t (*chunk_scratch_bytes)(const GatedDeltaRuleParams&, int value_heads, int columns);
+  void (*chunk_forward)(const GatedDeltaRuleParams&, const RuleTask&, void* scratch);
+
+  // The rule token by token, equation (1).
+  size_t (*recurrent_scratch_bytes)(const GatedDeltaRuleParams&, int columns);
+  void (*recurrent_forward)(const GatedDeltaRuleParams&, const RuleTask&, void* scratch);
+
+  // One matrix of the batch, equation (4).
+  size_t (*inverse_scratch_bytes)(int size);
+  void (*triangular_inverse)(const TriangularInverseParams&, int64_t index, void* scratch);
+};
+
+namespace scalar {
+extern const Kernels kernels_f32;
+extern const Kernels kernels_f64;
+}  // namespace scalar
+#if defined(__x86_64__)
+namespace avx2 {
+extern const Kernels kernels_f32;
+}
+namespace avx512 {
+extern const Kernels kernels_f32;
+}
+#endif
+
+}  // namespace deltanet::cpu

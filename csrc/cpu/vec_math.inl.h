@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Functions of float vectors, once for every vector type. Included inside an ISA namespace.
+
+// exp(hi + lo) for |lo| far below |hi| or below 1, relative error about 1e-7. Full range: overflow
+// gives infinity, a NaN stays a NaN, and results that would not be normal floats are 0 (denormals
+// in the state would only slow it down).
+template <class X>
+DELTANET_INLINE typename X::V exp_of_sum_by_polynomial(typename X::V hi, typename X::V lo) {
+  constexpr float kSmallestNormal = -87.33654f;                             // log(2^-126)
+  const auto bounded = X::at_most(X::at_least(hi, kSmallestNormal), 89.f);  // exp(89) is infinite
+  const auto n = X::round(X::mul(bounded, X::set1(1.44269504f)));
+  auto r =
+      X::fnma(n, X::set1(0.693145752f), bounded);  // ln 2 in two parts: n * 0.693145752 is exact
+  r = X::add(X::fnma(n, X::set1(1.42860677e-6f), r), lo);
+  auto p = X::set1(1.f / 5040);
+  p = X::fma(p, r, X::set1(1.f / 720));
+  p = X::fma(p, r, X::set1(1.f / 120));
+  p = X::fma(p, r, X::set1(1.f / 24));
+  p = X::fma(p, r, X::set1(1.f / 6));
+  p = X::fma(p, r, X::set1(0.5f));
+  p = X::fma(p, r, X::set1(1.f));
+  p = X::fma(p, r, X::set1(1.f));
+  return X::zero_where_less(X::scale_by_power_of_two(p, n), hi, kSmallestNormal);
+}

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Every operator of the library, in one place. Fake kernels and autograd formulas are registered
+// from Python (deltanet_ext/_fake.py, _autograd.py). Functional: no argument is written, no result
+// aliases an argument.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(deltanet_ext, m) {
+  // query, key [B, T, HK, K]; value [B, T, HV, V]; g, beta [B, T, HV]; initial_state [N, HV, K, V],
+  // or [N, HV, V, K] with state_v_first; cu_seqlens [N+1]; A_log, dt_bias [HV]. Returns the output
+  // [B, T, HV, V] and the final state; the latter is empty ([0]) when it is not asked for.
+  m.def(
+      "chunk_gated_delta_rule_forward(Tensor query, Tensor key, Tensor value, Tensor? g, "
+      "Tensor? beta, Tensor? initial_state, Tensor? cu_seqlens, Tensor? A_log, Tensor? dt_bias, "
+      "float scale, bool output_final_state, bool use_qk_l2norm, bool use_gate, "
+      "bool use_beta_sigmoid, bool allow_neg_eigval, bool state_v_first) -> (Tensor, Tensor)");
+  // The same, token by token.
+  m.def(
+      "recurrent_gated_delta_rule_forward(Tensor query, Tensor key, Tensor value, Tensor? g, "
+      "Tensor? beta, Tensor? initial_state, Tensor? cu_seqlens, Tensor? A_log, Tensor? dt_bias, "
+      "float scale, bool output_final_state, bool use_qk_l2norm, bool use_gate, "
+      "bool use_beta_sigmoid, bool allow_neg_eigval, bool state_v_first) -> (Tensor, Tensor)");
+  // Returns M [N, HV, K, K] and U [N, HV, K, V]: a whole sequence acts on the state as S -> M S +
+  // U.
+  m.def(
+      "chunk_transition(Tensor key, Tensor value, Tensor? g, Tensor? beta, Tensor? cu_seqlens, "
+      "bool use_qk_l2norm) -> (Tensor, Tensor)");
+  // L [..., C, C] -> (I + tril(L, -1))^-1
+  m.def("unit_lower_triangular_inverse(Tensor L) -> Tensor");
+}

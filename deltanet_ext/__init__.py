@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gated delta rule for PyTorch: prefill, decode and state maps, in C++.
+
+>>> import torch, deltanet_ext
+>>> q, k, v = torch.randn(3, 1, 100, 4, 64).unbind()
+>>> g, beta = -torch.rand(1, 100, 4), torch.rand(1, 100, 4)
+>>> out, state = deltanet_ext.chunk_gated_delta_rule(
+...     q, k, v, g, beta, output_final_state=True, use_qk_l2norm_in_kernel=True
+... )
+>>> out.shape, state.shape
+(torch.Size([1, 100, 4, 64]), torch.Size([1, 4, 64, 64]))
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from deltanet_ext import _autograd, _fake, _load
+from deltanet_ext.ops import (
+    available_cpu_isas,
+    build_info,
+    chunk_gated_delta_rule,
+    chunk_transition,
+    cpu_isa,
+    force_cpu_isa,
+    fused_recurrent_gated_delta_rule,
+    recurrent_gated_delta_rule,
+    unit_lower_triangular_inverse,
+)
+
+if _load.is_loaded():
+    _fake.register()
+    _autograd.register()
+
+try:
+    __version__ = version("deltanet_ext")
+except PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "available_cpu_isas",
+    "build_info",
+    "chunk_gated_delta_rule",
+    "chunk_transition",
+    "cpu_isa",
+    "force_cpu_isa",
+    "fused_recurrent_gated_delta_rule",
+    "recurrent_gated_delta_rule",
+    "unit_lower_triangular_inverse",
+]

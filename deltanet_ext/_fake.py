@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fake kernels: shapes, dtypes and strides of results, for torch.compile, export and meta tensors.
+
+Every size may be symbolic, so nothing here compares one. All outputs are contiguous.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def state_dtype(query: Tensor) -> torch.dtype:
+    """The state, and all arithmetic, is fp32; fp64 for fp64 inputs."""
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+def rule_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    scale: float,
+    output_final_state: bool,
+    use_qk_l2norm: bool,
+    use_gate: bool,
+    use_beta_sigmoid: bool,
+    allow_neg_eigval: bool,
+    state_v_first: bool,
+) -> tuple[Tensor, Tensor]:
+    batch, tokens, heads, dim_v = value.shape
+    dim_k = query.shape[-1]
+    out = query.new_empty((batch, tokens, heads, dim_v))
+    if not output_final_state:
+        return out, query.new_empty((0,), dtype=state_dtype(query))
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    matrix = (dim_v, dim_k) if state_v_first else (dim_k, dim_v)
+    return out, query.new_empty((sequences, heads, *matrix), dtype=state_dtype(query))
+
+
+def chunk_transition(
+    key: Tensor,
+    value: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    cu_seqlens: Tensor | None,
+    use_qk_l2norm: bool,
+) -> tuple[Tensor, Tensor]:
+    batch, _, heads, dim_v = value.shape
+    dim_k = key.shape[-1]
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    M = key.new_empty((sequences, heads, dim_k, dim_k), dtype=state_dtype(key))
+    U = key.new_empty((sequences, heads, dim_k, dim_v), dtype=state_dtype(key))
+    return M, U
+
+
+def unit_lower_triangular_inverse(L: Tensor) -> Tensor:
+    return L.new_empty(L.shape)
+
+
+def register() -> None:
+    torch.library.register_fake("deltanet_ext::chunk_gated_delta_rule_forward", rule_forward)
+    torch.library.register_fake("deltanet_ext::recurrent_gated_delta_rule_forward", rule_forward)
+    torch.library.register_fake("deltanet_ext::chunk_transition", chunk_transition)
+    torch.library.register_fake(
+        "deltanet_ext::unit_lower_triangular_inverse", unit_lower_triangular_inverse
+    )

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Switches that make other libraries use the operators of this package."""

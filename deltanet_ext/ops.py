@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public functions. Each checks its arguments, calls one `torch.ops.deltanet_ext` operator, and
+names results as transformers does.
+
+Common to all (equation numbers are those of docs/algorithm.md):
+
+* Shapes: query, key `[B, T, HK, K]`; value `[B, T, HV, V]`; g, beta `[B, T, HV]`; states
+  `[N, HV, K, V]`. HV is a multiple of HK and value head h reads key head `h // (HV / HK)`. K and V
+  from 1 to 256, T from 0. N is B, or the number of sequences in `cu_seqlens`. Any strides.
+* dtypes: query, key, value are all float32, bfloat16, float16 or float64. g and beta are float32 or
+  of query's dtype (float64 for float64). All arithmetic, and the state, is fp32 (fp64 for float64).
+* Outputs are new contiguous tensors; no argument is ever written.
+* Gradients are not built yet: a tensor that requires grad raises NotImplementedError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltanet_ext import _checks, _load
+
+__all__ = [
+    "available_cpu_isas",
+    "build_info",
+    "chunk_gated_delta_rule",
+    "chunk_transition",
+    "cpu_isa",
+    "force_cpu_isa",
+    "fused_recurrent_gated_delta_rule",
+    "recurrent_gated_delta_rule",
+    "unit_lower_triangular_inverse",
+]
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    """The operator, looked up once; without the library, something that says why when called."""
+    if _load.is_loaded():
+        operator: Callable[..., Any] = getattr(torch.ops.deltanet_ext, name).default
+        return operator
+
+    def unavailable(*args: Any) -> Any:
+        _load.library()
+
+    return unavailable
+
+
+_chunk_forward = _operator("chunk_gated_delta_rule_forward")
+_recurrent_forward = _operator("recurrent_gated_delta_rule_forward")
+_chunk_transition = _operator("chunk_transition")
+_inverse = _operator("unit_lower_triangular_inverse")
+
+
+def _run(operator: Callable[..., Any], *args: Any) -> Any:
+    """Calls an operator on checked arguments, none of which requires grad.
+
+    Outside of a trace that makes the Python autograd layer of torch.library pure overhead (several
+    microseconds of a decode step's few dozen), so eager calls go below it.
+    """
+    if torch.compiler.is_compiling():
+        return operator(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*args)
+
+
+def chunk_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    state_v_first: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule over whole sequences, chunk by chunk: equations (2) to (7).
+
+    Computes what equation (1) defines, per sequence and value head with state `S [K, V]`:
+
+        S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T
+        o_t = scale S_t^T q_t
+
+    (Yang, Kautz, Hatamizadeh: Gated Delta Networks, arXiv:2412.06464; the first nine parameters are
+    those of `torch_chunk_gated_delta_rule` in transformers, the keyword-only ones are named as in
+    flash-linear-attention.)
+
+    Args:
+        query, key: `[B, T, HK, K]`.
+        value: `[B, T, HV, V]`, of the same dtype.
+        g: `[B, T, HV]`, natural logarithm of the decay per token, any value, also -inf. None: 0.
+        beta: `[B, T, HV]`, write strength, usually in [0, 1] or [0, 2]. None: 1.
+        chunk_size: a hint, 1 or more. It never changes the result: each backend uses its best size.
+        initial_state: `[N, HV, K, V]` in any of the float dtypes and any strides. None: zeros.
+        output_final_state: also return the state after the last token of each sequence.
+        use_qk_l2norm_in_kernel: first divide q and k by `sqrt(sum(x^2) + 1e-6)`.
+        scale: factor of the output. None: `K ** -0.5`.
+        cu_seqlens: `[N + 1]` int32 or int64, for N sequences packed along T with B = 1: sequence n
+            is tokens `cu_seqlens[n]` to `cu_seqlens[n + 1]`. Starts at 0 and never decreases;
+            sequences may be empty; tokens after `cu_seqlens[-1]` get an output of zero.
+        state_v_first: both states are `[N, HV, V, K]`.
+        use_gate_in_kernel: the decay is `-exp(A_log) * softplus(g + dt_bias)` instead of g.
+        A_log, dt_bias: `[HV]`, any float dtype; dt_bias may be None (0).
+        use_beta_sigmoid_in_kernel: beta is `sigmoid(beta)`.
+        allow_neg_eigval: beta is `2 * sigmoid(beta)`; needs use_beta_sigmoid_in_kernel.
+
+    Returns:
+        The output `[B, T, HV, V]` in query's dtype, and the final state `[N, HV, K, V]` in float32
+        (float64 for float64 inputs), or None unless `output_final_state`.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type, dtype, shape, device or value.
+        NotImplementedError: a tensor requires grad while grad mode is on.
+        ImportError: the compiled library is missing.
+
+    >>> q = k = torch.ones(1, 2, 1, 1)  # one sequence, two tokens, one head, K = V = 1
+    >>> v = torch.tensor([3.0, 5.0]).reshape(1, 2, 1, 1)
+    >>> g, beta = torch.zeros(1, 2, 1), torch.full((1, 2, 1), 0.5)
+    >>> out, state = chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True)
+    >>> out.flatten().tolist()  # 0 + (3 - 0) / 2, then 1.5 + (5 - 1.5) / 2
+    [1.5, 3.25]
+    >>> state.shape, state.item()
+    (torch.Size([1, 1, 1, 1]), 3.25)
+    """
+    _checks.check_chunk_size("chunk_gated_delta_rule", chunk_size)
+    _checks.check_rule(
+        "chunk_gated_delta_rule",
+        query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale,
+        output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
+    )  # fmt: skip
+    out, state = _run(
+        _chunk_forward,
+        query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias,
+        query.shape[-1] ** -0.5 if scale is None else scale,
+        output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
+    )  # fmt: skip
+    return out, state if output_final_state else None
+
+
+def recurrent_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    state_v_first: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule token by token: equation (1) as it stands. For decoding and short runs.
+
+    Arguments, results and errors are those of `chunk_gated_delta_rule`, without `chunk_size` (the
+    parameters are those of `torch_recurrent_gated_delta_rule` in transformers). Both functions
+    agree to rounding, so a prefill by chunks can be continued token by token.
+
+    >>> q = k = v = torch.ones(1, 1, 1, 1)
+    >>> state = torch.full((1, 1, 1, 1), 3.0)
+    >>> beta = torch.full((1, 1, 1), 0.5)
+    >>> out, state = recurrent_gated_delta_rule(q, k, v, None, beta, state, output_final_state=True)
+    >>> out.item(), state.item()  # 3 + (1 - 3) / 2
+    (2.0, 2.0)
+    """
+    _checks.check_rule(
+        "recurrent_gated_delta_rule",
+        query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale,
+        output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
+    )  # fmt: skip
+    out, state = _run(
+        _recurrent_forward,
+        query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias,
+        query.shape[-1] ** -0.5 if scale is None else scale,
+        output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
+    )  # fmt: skip
+    return out, state if output_final_state else None
+
+
+fused_recurrent_gated_delta_rule = recurrent_gated_delta_rule
+"""What transformers and flash-linear-attention call `recurrent_gated_delta_rule`."""
+
+
+def chunk_transition(
+    key: Tensor,
+    value: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What a whole sequence does to the state: `S -> M S + U`, equation (8).
+
+    Maps compose, `(M2, U2) after (M1, U1) = (M2 M1, M2 U1 + U2)`, so pieces of a sequence can be
+    computed apart and joined: that is what a scan over segments, or over processes, needs.
+
+    Args:
+        key, value, g, beta, use_qk_l2norm_in_kernel, cu_seqlens: as in `chunk_gated_delta_rule`.
+
+    Returns:
+        M `[N, HV, K, K]` and U `[N, HV, K, V]` in float32 (float64 for float64 inputs). An empty
+        sequence gives the identity and zero.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, ImportError: as in `chunk_gated_delta_rule`.
+
+    >>> k = v = torch.ones(1, 1, 1, 1)
+    >>> g, beta = torch.tensor([[[0.5]]]).log(), torch.tensor([[[0.25]]])
+    >>> M, U = chunk_transition(k, v, g, beta)
+    >>> M.item(), U.item()  # exp(g) (1 - beta k k^T) and beta k v^T
+    (0.375, 0.25)
+    """
+    _checks.check_transition(
+        "chunk_transition", key, value, g, beta, use_qk_l2norm_in_kernel, cu_seqlens
+    )
+    M, U = _run(_chunk_transition, key, value, g, beta, cu_seqlens, use_qk_l2norm_in_kernel)
+    return M, U
+
+
+def unit_lower_triangular_inverse(L: Tensor) -> Tensor:
+    """`(I + tril(L, -1))^-1`, batched, by forward substitution: equation (4).
+
+    Args:
+        L: `[..., C, C]`, C from 1 to 128, in float32, float64, bfloat16 or float16. Only what is
+            strictly below the diagonal is read.
+
+    Returns:
+        The inverse, of L's shape and dtype (bfloat16 and float16 are computed in fp32): ones on the
+        diagonal, zeros above.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, ImportError: as in `chunk_gated_delta_rule`.
+
+    >>> unit_lower_triangular_inverse(torch.tensor([[7.0, 7.0], [0.5, 7.0]])).tolist()
+    [[1.0, 0.0], [-0.5, 1.0]]
+    """
+    _checks.check_inverse("unit_lower_triangular_inverse", L)
+    inverse: Tensor = _run(_inverse, L)
+    return inverse
+
+
+def build_info() -> dict[str, Any]:
+    """How the compiled library was built: version, compiler, torch target, ISAs, CUDA or why not.
+
+    >>> "scalar" in build_info()["cpu_isas_built"]
+    True
+    """
+    return dict(_load.library().build_info())
+
+
+def available_cpu_isas() -> list[str]:
+    """The instruction sets that are built and that this machine has, best first.
+
+    >>> available_cpu_isas()[-1]
+    'scalar'
+    """
+    return list(_load.library().available_cpu_isas())
+
+
+def cpu_isa() -> str:
+    """The instruction set that CPU kernels use now.
+
+    >>> cpu_isa() in available_cpu_isas()
+    True
+    """
+    return str(_load.library().cpu_isa())
+
+
+def force_cpu_isa(name: str | None) -> None:
+    """Make CPU kernels use one instruction set; None: back to DELTANET_CPU_ISA or the best one.
+
+    Raises:
+        ValueError: the name is unknown, or this machine does not support it.
+
+    >>> force_cpu_isa("scalar")
+    >>> cpu_isa()
+    'scalar'
+    >>> force_cpu_isa(None)
+    """
+    _load.library().force_cpu_isa("" if name is None else name)

@@ -1,0 +1,509 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The switch for transformers, on tiny models of every kind that has the gated delta rule."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import re
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from deltanet_ext import ops
+from deltanet_ext.integrations import transformers as switch
+
+transformers = pytest.importorskip("transformers", minversion="5.15")
+
+LAYERS = ["linear_attention"] * 3 + ["full_attention"]
+SHARED = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "max_position_embeddings": 512,
+    "layer_types": LAYERS,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+# modeling file: config class, model class, settings on top of SHARED
+KINDS = {
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {}),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", EXPERTS),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", EXPERTS),
+    "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", {"linear_num_key_heads": 4}),
+    "lara_mini": ("LaraMiniConfig", "LaraMiniForCausalLM", EXPERTS),
+    "qwen4_exp": (
+        "Qwen4ExpTextConfig",
+        "Qwen4ExpForCausalLM",
+        EXPERTS
+        | {
+            "layer_types": ["linear_attention"] * 3 + ["indexed_attention"],
+            "hc_lowrank": 16,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 256,
+            "indexer_compress_ratio": 4,
+        },
+    ),
+}
+PAST = "past_key_values"
+RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+
+
+def modeling(kind: str):
+    return importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+
+
+def build(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Module:
+    config_name, model_name, settings = KINDS[kind]
+    folder = f"transformers.models.{kind}"
+    config_class = getattr(importlib.import_module(f"{folder}.configuration_{kind}"), config_name)
+    torch.manual_seed(seed)
+    model = getattr(modeling(kind), model_name)(config_class(**(SHARED | settings))).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=0.2)
+    return model.to(dtype)
+
+
+IDS = torch.randint(3, 128, (2, 70), generator=torch.Generator().manual_seed(1))
+
+
+def greedy(model, ids=IDS, **options) -> torch.Tensor:
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8} | options
+    return model.generate(ids, do_sample=False, eos_token_id=None, pad_token_id=0, **options)
+
+
+@pytest.fixture(autouse=True)
+def _switched_off() -> Iterator[None]:
+    yield
+    switch.disable()
+
+
+@pytest.fixture
+def calls(monkeypatch) -> Counter:
+    """Counts the calls that arrive at the operators."""
+    counter: Counter = Counter()
+
+    def counting(name: str) -> Callable:
+        operator = getattr(ops, name)
+
+        def call(*args, **kwargs):
+            counter[name] += 1
+            return operator(*args, **kwargs)
+
+        return call
+
+    for name in ("chunk_gated_delta_rule", "recurrent_gated_delta_rule"):
+        monkeypatch.setattr(ops, name, counting(name))
+    return counter
+
+
+# -- every model ---------------------------------------------------------------------------------
+
+
+def test_every_model_with_the_rule_is_in_the_table():
+    models = Path(transformers.__file__).parent / "models"
+    found = {
+        path.parent.name
+        for path in models.glob("*/modeling_*.py")
+        if "def torch_chunk_gated_delta_rule" in path.read_text(encoding="utf-8")
+    }
+    missing = found - KINDS.keys()
+    if missing and not transformers.__version__.startswith("5.24."):
+        pytest.skip(f"transformers {transformers.__version__} has new models: {sorted(missing)}")
+    assert not missing
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_greedy_tokens_for_models_built_before_and_after(kind, calls):
+    before = build(kind)
+    want = greedy(before)
+    assert not calls
+    report = switch.enable()
+    assert f"transformers.models.{kind}.modeling_{kind}" in report.modules
+    after = build(kind)
+    for model in (before, after):
+        calls.clear()
+        assert torch.equal(greedy(model), want)
+        # three layers: one prefill, then seven tokens
+        assert calls == {"chunk_gated_delta_rule": 3, "recurrent_gated_delta_rule": 21}
+    switch.disable()
+    calls.clear()
+    assert torch.equal(greedy(before), want)
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    ("dtype", "typical"),  # root mean square of the difference over that of the logits
+    [(torch.bfloat16, 3e-2), (torch.float16, 4e-3), (torch.float64, 1e-5)],
+    ids=["bf16", "fp16", "fp64"],
+)
+def test_logits_in_other_dtypes(dtype, typical, calls):
+    model = build("qwen3_5", dtype)
+    with torch.no_grad():
+        want = model(IDS).logits.double()
+        with switch.enabled():
+            got = model(IDS).logits.double()
+    assert calls["chunk_gated_delta_rule"] == 3
+    assert (got - want).square().mean().sqrt() <= typical * want.square().mean().sqrt()
+
+
+# -- ways to call a model ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache_implementation": "static", "disable_compile": True},
+        {"num_beams": 3},
+        {"num_beams": 2, "num_return_sequences": 2},
+        {"prefill_chunk_size": 24},
+        {"use_cache": False},
+    ],
+    ids=str,
+)
+def test_generate_options(kind, options, calls):
+    model = build(kind)
+    want = greedy(model, **options)
+    with switch.enabled():
+        assert torch.equal(greedy(model, **options), want)
+    assert sum(calls.values()) > 0
+
+
+def test_left_padded_batch(calls):
+    model = build("qwen3_5")
+    mask = torch.ones_like(IDS)
+    mask[0, :13] = 0
+    want = greedy(model, attention_mask=mask)
+    with switch.enabled():
+        assert torch.equal(greedy(model, attention_mask=mask), want)
+        with torch.no_grad():
+            padded = model(IDS, attention_mask=mask).logits[0, 13:]
+            alone = model(IDS[:1, 13:]).logits[0]
+    # a row of padding is an exact no-op on the state
+    torch.testing.assert_close(padded, alone, rtol=1e-3, atol=1e-3)
+
+
+def test_several_turns_continue_from_the_cache(calls):
+    model = build("qwen3_5")
+
+    def talk() -> tuple[torch.Tensor, torch.Tensor]:
+        first = greedy(model, IDS[:, :40], return_dict_in_generate=True)
+        ids = torch.cat([first.sequences, IDS[:, 40:]], dim=1)
+        # transformers 5.24 renamed the argument
+        name = "cache" if "cache" in inspect.signature(model.forward).parameters else PAST
+        second = greedy(model, ids, **{name: first.past_key_values})
+        return second, greedy(model, ids)
+
+    want, want_afresh = talk()
+    with switch.enabled():
+        got, afresh = talk()
+    assert torch.equal(got, want)
+    assert torch.equal(afresh, want_afresh)
+    assert torch.equal(got, afresh)
+
+
+def test_the_cached_state_is_not_written(calls):
+    model = build("qwen3_5")
+    with torch.no_grad(), switch.enabled():
+        cache = model(IDS, use_cache=True).past_key_values
+        state = cache.layers[0].recurrent_states[0]
+        before = state.clone()
+        query = torch.randn(2, 1, 2, 16)
+        gate = -torch.rand(2, 1, 4)
+        modeling("qwen3_5").torch_recurrent_gated_delta_rule(
+            query,
+            query,
+            torch.randn(2, 1, 4, 16),
+            g=gate,
+            beta=-gate,
+            initial_state=state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+    assert calls["recurrent_gated_delta_rule"] == 1
+    assert torch.equal(state, before)
+
+
+def test_training_goes_to_the_original(calls, caplog):
+    model = build("qwen3_5").train()
+    model(IDS, labels=IDS).loss.backward()
+    want = [weight.grad.clone() for weight in model.parameters()]
+    model.zero_grad()
+    switch._reasons_logged.clear()
+    with switch.enabled():
+        for _ in range(2):
+            model.zero_grad()
+            model(IDS, labels=IDS).loss.backward()
+    assert not calls
+    assert all(torch.equal(w, p.grad) for w, p in zip(want, model.parameters(), strict=True))
+    messages = [r.getMessage() for r in caplog.records if r.name == "deltanet_ext"]
+    assert len(messages) == 1
+    assert "gradients are needed" in messages[0]
+
+
+@pytest.mark.slow
+def test_compiled_model(calls):
+    model = build("qwen3_5")
+    ids = IDS[:1]
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        with switch.enabled():
+            got = compiled(ids, use_cache=False).logits
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+        # dynamo guards on the global: after disable() the graph of before is not used
+        calls.clear()
+        assert torch.equal(compiled(ids, use_cache=False).logits, want)
+        assert not calls
+
+
+# -- packed sequences ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
+def test_packed_sequences_stay_apart(kind, calls):
+    model = build(kind)
+    lengths = [17, 1, 33, 19]
+    edges = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    ids = IDS[:1, : edges[-1]]
+    packed = {
+        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+        "cu_seq_lens_q": edges,
+        "cu_seq_lens_k": edges,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="packed"):  # transformers by itself refuses
+            model(ids, use_cache=False, **packed)
+        alone = [model(piece, use_cache=False).logits for piece in ids.split(lengths, dim=1)]
+        with switch.enabled():
+            got = model(ids, use_cache=False, **packed).logits
+            seq_idx = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None]
+            again = model(ids, use_cache=False, seq_idx=seq_idx, **packed).logits
+    assert calls["chunk_gated_delta_rule"] == 6
+    torch.testing.assert_close(got, torch.cat(alone, dim=1), rtol=1e-3, atol=1e-3)
+    assert torch.equal(got, again)
+
+
+def test_packing_that_we_cannot_follow_still_raises():
+    model = build("qwen3_5")
+    seq_idx = torch.zeros_like(IDS[:1])
+    with torch.no_grad(), switch.enabled(), pytest.raises(ValueError, match="packed"):
+        model(IDS[:1], use_cache=False, seq_idx=seq_idx)
+
+
+# -- the wrapper by itself -----------------------------------------------------------------------
+
+
+def rule_inputs(dtype=torch.float32, dim=16):
+    rng = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 20, 2, dim, generator=rng).to(dtype) for _ in range(3))
+    g, beta = -torch.rand(1, 20, 2, generator=rng), torch.rand(1, 20, 2, generator=rng)
+    return {"query": q, "key": k, "value": v, "g": g, "beta": beta.to(dtype)}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_positional_arguments_and_strays(name, calls):
+    x = rule_inputs()
+    with switch.enabled():
+        rule = getattr(modeling("qwen3_5"), name)
+        strays = {"use_cache": True, "output_router_logits": False, "max_length_q": 7, "scale": 3}
+        want = rule(**x, output_final_state=True, cu_seqlens=None, **strays)
+        size = (64,) if "chunk" in name else ()
+        got = rule(*x.values(), *size, None, True, False, cu_seqlens=None, **strays)
+    assert sum(calls.values()) == 2
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda x: x["value"].requires_grad_(), "gradients"),
+        (lambda x: x.update(key=x["key"].double()), "query, key, value are"),
+        (lambda x: x.update(g=x["g"].half()), "g and beta"),
+        (lambda x: x.update(rule_inputs(dim=300)), "head dims"),
+        (lambda x: x.update({n: t.to("meta") for n, t in x.items()}), "on meta"),
+    ],
+    ids=["grad", "dtypes", "gate", "dims", "device"],
+)
+@pytest.mark.parametrize("name", RULES)
+def test_what_we_cannot_serve_goes_to_the_original(name, change, reason, calls, caplog):
+    x = rule_inputs()
+    change(x)
+    switch._reasons_logged.clear()
+    with switch.enabled():
+        output, _ = getattr(modeling("qwen3_5"), name)(**x)
+    assert output.shape == x["value"].shape
+    assert not calls
+    assert reason in caplog.text
+
+
+def test_missing_arguments_get_the_error_of_the_original():
+    with switch.enabled(), pytest.raises(TypeError, match="torch_chunk_gated_delta_rule"):
+        modeling("qwen3_5").torch_chunk_gated_delta_rule(torch.zeros(1, 1, 1, 1))
+
+
+# -- switching -----------------------------------------------------------------------------------
+
+
+def test_disable_restores_exactly_what_was_there():
+    names = (*RULES, "causal_conv1d_fn")
+    modules = [modeling(kind) for kind in KINDS]
+    before = [getattr(module, name) for module in modules for name in names]
+    hooks = list(sys.meta_path)
+    switch.enable()
+    switch.enable()  # a second time does no harm
+    during = [getattr(module, name) for module in modules for name in names]
+    assert not any(a is b for a, b in zip(before, during, strict=True))
+    assert [f.__name__ for f in during] == [f.__name__ for f in before]
+    switch.disable()
+    after = [getattr(module, name) for module in modules for name in names]
+    assert all(a is b for a, b in zip(before, after, strict=True))
+    assert sys.meta_path == hooks
+    switch.disable()
+
+
+def test_enabled_leaves_an_enabled_process_enabled():
+    assert not switch.report().enabled
+    with switch.enabled():
+        with switch.enabled():
+            pass
+        assert switch.report().enabled
+    assert not switch.report().enabled
+    switch.enable()
+    with pytest.raises(KeyError), switch.enabled():
+        raise KeyError
+    assert switch.report().enabled
+
+
+def test_what_somebody_else_put_there_stays(calls):
+    module = modeling("qwen3_5")
+    original = module.torch_chunk_gated_delta_rule
+    switch.enable()
+    ours = module.torch_chunk_gated_delta_rule
+
+    def theirs(*args, **kwargs):
+        return ours(*args, **kwargs)
+
+    # functools.wraps copies everything that we may have marked our wrapper with
+    theirs.__dict__.update(ours.__dict__)
+    module.torch_chunk_gated_delta_rule = theirs
+    try:
+        switch.disable()
+        assert module.torch_chunk_gated_delta_rule is theirs
+        theirs(**rule_inputs())
+        assert not calls  # a wrapper that outlives the switch calls the original
+        switch.enable()
+        module.torch_chunk_gated_delta_rule(**rule_inputs())
+        assert calls["chunk_gated_delta_rule"] == 1
+        switch.disable()
+        assert module.torch_chunk_gated_delta_rule is theirs
+    finally:
+        module.torch_chunk_gated_delta_rule = original
+
+
+def test_report():
+    modeling("qwen3_5")
+    assert "not switched" in str(switch.report())
+    report = switch.enable()
+    assert report.transformers == transformers.__version__
+    name = "transformers.models.qwen3_5.modeling_qwen3_5"
+    assert {f"{name}.{rule}" for rule in RULES} <= set(report.functions)
+    assert name in str(report)
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        ("5.14.1", "transformers is 5.14.1; supported: 5.15 and newer"),
+        ("4.57.6", "transformers is 4.57.6; supported: 5.15 and newer"),
+        (None, "transformers is not installed; supported: 5.15 and newer"),
+    ],
+)
+def test_versions_that_are_too_old(version, message, monkeypatch):
+    monkeypatch.setattr(switch, "_installed_version", lambda: version)
+    with pytest.raises(ImportError, match=re.escape(message)):
+        switch.enable()
+    assert not switch.report().enabled
+
+
+@pytest.mark.parametrize("version", ["5.15.0", "5.24.0", "5.30.0.dev0", "6.0.0"])
+def test_versions_that_are_new_enough(version, monkeypatch):
+    monkeypatch.setattr(switch, "_installed_version", lambda: version)
+    assert switch.enable().transformers == version
+
+
+def test_without_the_library_it_says_how_to_build(monkeypatch):
+    def missing():
+        raise ImportError("deltanet_ext._C is missing; build it")
+
+    monkeypatch.setattr(ops, "build_info", missing)
+    with pytest.raises(ImportError, match="build it"):
+        switch.enable()
+    assert not switch.report().enabled
+
+
+def test_models_imported_later_are_switched_and_nothing_is_imported_by_us():
+    code = """
+        import sys, torch
+        from deltanet_ext.integrations import transformers as switch
+        report = switch.enable()
+        assert "transformers" not in sys.modules, "enable() imported transformers"
+        assert report.functions == (), report
+        from transformers.models.qwen3_5 import modeling_qwen3_5 as first
+        from transformers.models.qwen3_next import modeling_qwen3_next as second
+        found = switch.report()
+        assert found.modules == (first.__name__, second.__name__), found
+        assert "exec_module" not in vars(first.__spec__.loader)
+        x = torch.randn(1, 5, 2, 8)
+        gate = -torch.rand(1, 5, 2)
+        first.torch_chunk_gated_delta_rule(x, x, x, g=gate, beta=-gate)
+        switch.disable()
+        from transformers.models.olmo_hybrid import modeling_olmo_hybrid as third
+        for module in (first, second, third):
+            for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+                assert not hasattr(getattr(module, name), "_deltanet_ext"), (module, name)
+        print("fine")
+    """
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.stdout.strip() == "fine", result.stderr
