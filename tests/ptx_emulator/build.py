@@ -5,6 +5,7 @@
     build.py                    the runtime library and every program of programs/
     build.py NAME...            the runtime library and these programs
     build.py --library          the runtime library alone; prints its path
+    build.py --operators        the library of emulated torch operators
     build.py --translate in.ptx out.so [--count]       (the runtime calls this when it meets new PTX)
 
 Everything lies in one folder (PTX_EMULATOR_BUILD, by default build/ptx_emulator of the repository), named by what it was
@@ -288,6 +289,53 @@ def program(name: str, *, defines: tuple = (), variant: str = "", arch: str = "8
     return binary
 
 
+# ---- operators of csrc/ops, for torch ----
+
+# The CUDA side of the extension: kernels, and operator code that includes torch. Both lists grow with csrc.
+KERNEL_SOURCES = ("csrc/cuda/gate_cumsum.cu", "tests/ptx_emulator/operators/reads_too_far.cu")
+OPERATOR_SOURCES = (
+    "csrc/ops/schema.cpp",
+    "tests/ptx_emulator/operators/gate_cumsum.cpp",
+    "tests/ptx_emulator/operators/reads_too_far.cpp",
+)
+EMULATED_NAMESPACE = "deltanet_ext_emulated"
+
+
+def operators() -> pathlib.Path:
+    """One library that registers the CUDA operators under a namespace of its own, for CPU tensors.
+
+    The operator files are those of csrc/ops. Two things make them emulated: their namespace is renamed as they are
+    compiled, and ops/cuda_context.h is the one of operators/, which stands first in the include path.
+    """
+    import torch
+    from torch.utils import cpp_extension
+
+    standard = "c++20" if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14) else "c++17"
+    includes = [f"-I{HERE / 'operators'}", f"-I{ROOT / 'csrc'}", f"-I{cuda_root() / 'include'}"]
+    includes += [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    flags = [f"-std={standard}", "-O1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
+    flags += ["-DTORCH_TARGET_VERSION=0x020a000000000000", f"-Ddeltanet_ext={EMULATED_NAMESPACE}"]
+
+    def compile_operator(name: str) -> pathlib.Path:
+        source, target = ROOT / name, BUILD / "operators" / f"{pathlib.Path(name).stem}.o"
+        own = sorted([*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cuh"), *HERE.glob("operators/**/*.h")])
+        stamp = digest(source, *own, " ".join(flags), torch.__version__, compiler_version(CXX))
+        return make(target, lambda out: run([CXX, *flags, *includes, "-c", source, "-o", out]), stamp=stamp)
+
+    def compile_kernel(name: str) -> pathlib.Path:
+        source = ROOT / name
+        built = compile_cuda(source, BUILD / "operators" / f"kernel_{source.stem}.o")
+        pretranslate(built)
+        return built
+
+    library()
+    jobs = [(compile_kernel, n) for n in KERNEL_SOURCES] + [(compile_operator, n) for n in OPERATOR_SOURCES]
+    objects = in_parallel(lambda job: job[0](job[1]), jobs)
+    torch_lib = pathlib.Path(torch.__file__).parent / "lib"
+    extra = (f"-L{torch_lib}", "-ltorch", "-ltorch_cpu", "-lc10")
+    return link(BUILD / "operators" / f"lib{EMULATED_NAMESPACE}.so", objects, shared=True, extra=extra)
+
+
 def program_names() -> list[str]:
     return sorted(p.stem for p in PROGRAMS.glob("*.cu"))
 
@@ -296,6 +344,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("names", nargs="*")
     arguments.add_argument("--library", action="store_true")
+    arguments.add_argument("--operators", action="store_true", help="the emulated operators too (needs torch)")
     arguments.add_argument("--translate", nargs=2, type=pathlib.Path, metavar=("PTX", "SO"))
     arguments.add_argument("--count", action="store_true")
     options = arguments.parse_args()
@@ -305,7 +354,9 @@ def main() -> None:
     if reason := why_not():
         raise SystemExit(f"ptx_emulator: {reason}")
     print(library())
-    if not options.library:
+    if options.operators:
+        print(operators())
+    if not (options.library or options.operators):
         for binary in in_parallel(lambda n: program(n, count=options.count), options.names or program_names()):
             print(binary)
 

@@ -656,6 +656,7 @@ static CUstream_st* own_stream() {
   return s;
 }
 void* ptx_emulator_stream() { return own_stream(); }
+int ptx_emulator_capturing() { return own_stream()->capturing; }
 int ptx_emulator_capture_begin() { return cudaStreamBeginCapture(own_stream(), cudaStreamCaptureModeGlobal); }
 int ptx_emulator_capture_end(void** graph) { return cudaStreamEndCapture(own_stream(), reinterpret_cast<cudaGraph_t*>(graph)); }
 int ptx_emulator_replay(void* graph) {

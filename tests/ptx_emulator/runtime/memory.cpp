@@ -78,7 +78,12 @@ bool release(void* pointer) {
 }
 void expose(const void* pointer, size_t bytes, bool initialised, bool read_only, const char* name) {
   if (!bytes) return;
-  conceal(pointer);
+  // What was known of these addresses is out of date.
+  const uint64_t begin = reinterpret_cast<uint64_t>(pointer);
+  for (size_t i = allocations().size(); i-- > 0;) {
+    Allocation* a = allocations()[i];
+    if (!a->owned && a->address < begin + bytes && begin < a->address + a->size) erase(a);
+  }
   Allocation* a = insert(new Allocation(reinterpret_cast<uint64_t>(pointer), bytes, false, read_only, name));
   if (!initialised) a->initialised = static_cast<uint8_t*>(std::calloc(bytes, 1));
 }
