@@ -68,11 +68,12 @@ def report() -> str:
 def call(name: str, *args: Any) -> Any:
     """One operator. A finding becomes part of the exception's text."""
     operator = getattr(load(), name).default
+    runtime().ptx_emulator_clear_report()
     try:
         return operator(*args)
     except RuntimeError as error:
-        found = report()
-        if found and "ptx_emulator" in found and found not in str(error):
+        runtime().cudaGetLastError()  # the next call starts clean
+        if found := report():
             raise RuntimeError(f"{error}\n{found}") from error
         raise
 
@@ -124,5 +125,6 @@ def capture() -> Iterator[Graph]:
         yield graph
     finally:
         error = lib.ptx_emulator_capture_end(ctypes.byref(graph._graph))
+        lib.cudaGetLastError()  # as after any failed call: the next one starts clean
     if error:
         raise RuntimeError(f"the capture was broken: CUDA error {error}\n{report()}")

@@ -87,7 +87,7 @@ def test_a_finding_is_an_exception_with_the_report():
         text = str(found.value)
         assert "reads_too_far: the launch failed" in text
         assert "read of 4 bytes at offset 1000 of an allocation of 1000 bytes" in text
-        assert "reads_too_far.cu:10:" in text and "thread   (121,0,0)" in text
+        assert "reads_too_far.cu:9:" in text and "thread   (121,0,0)" in text
         assert "python -m pytest" in text and "test_a_finding_is_an_exception" in text
     assert emulated.call("gate_cumsum", torch.zeros(1, 8, 1), 16)  # and the next call runs
 

@@ -645,6 +645,7 @@ void ptx_emulator_conceal(const void* pointer) {
   conceal(pointer);
 }
 const char* ptx_emulator_last_report() { return last_report(); }
+void ptx_emulator_clear_report() { clear_report(); }
 void ptx_emulator_set_seed(uint64_t seed) {
   settings().seed = seed;
   settings().landing = seed >= 2 ? Settings::kMixed : Settings::kLate;

@@ -96,6 +96,7 @@ static void finish(const std::string& text, Launch* launch, int error) {
   if (!settings().return_errors) _exit(86);
 }
 const char* last_report() { return last->c_str(); }
+void clear_report() { last->clear(); }
 
 void fault(Thread* t, int site, Finding finding, const char* format, ...) {
   Block* b = t->block;

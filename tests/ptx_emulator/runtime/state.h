@@ -108,5 +108,6 @@ void report_host(const char* format, ...) __attribute__((format(printf, 1, 2)));
 std::string describe_site(const Launch&, int site);
 std::string describe_thread(const Block&, uint32_t index);
 const char* last_report();
+void clear_report();
 
 }  // namespace ptx
