@@ -41,12 +41,18 @@ static void* map_pages(size_t bytes) {
 void Shadow::resize(size_t size) {
   const size_t wanted = (size + 3) / 4;
   if (wanted <= words) return;
-  if (cells) munmap(cells, words * sizeof(Cell));
+  clear();
   cells = static_cast<Cell*>(map_pages(wanted * sizeof(Cell)));
   words = wanted;
 }
-Shadow::~Shadow() {
+void Shadow::clear() {
   if (cells) munmap(cells, words * sizeof(Cell));
+  cells = nullptr;
+  words = 0;
+  for (Extras& x : parts) {
+    x.bytes.clear(), x.free_bytes.clear();
+    x.lists.clear(), x.free_lists.clear();
+  }
 }
 Allocation::~Allocation() { std::free(initialised); }
 
@@ -163,108 +169,120 @@ bool ordered(const Current& a, const Stamp& s) { return ordered(a, s.block, s.th
         who.c_str(), kWhy[a.is_shared ? 1 : 2], other.c_str());
 }
 
-std::vector<Readers>& list_of(Shadow& s, Cell& cell) { return s.lists[size_t(cell.many - 1)]; }
+std::vector<Readers>& list_of(Extras& x, const Cell& cell) { return x.lists[size_t(cell.many - 1)]; }
 
-void forget_readers(Shadow& s, Cell& cell) {
-  if (cell.many) {
-    list_of(s, cell).clear();
-    s.free_lists.push_back(cell.many);
-    cell.many = 0;
+int32_t new_list(Extras& x) {
+  if (x.free_lists.empty()) {
+    x.lists.emplace_back();
+    x.free_lists.push_back(int32_t(x.lists.size()));
   }
-  cell.read.block = 0;
+  const int32_t index = x.free_lists.back();
+  x.free_lists.pop_back();
+  return index;
 }
-void check_readers(Shadow& s, Cell& cell, const Current& a) {
-  if (cell.many) {
-    for (const Readers& r : list_of(s, cell)) {
-      if (r.strong && a.strong) continue;
-      if (r.block == ~0u) {  // several other blocks: only an exact answer may be a finding
-        if (!knows_foreign(a.t)) race(a, "read", 0, 0, r.site, false);
-        continue;
-      }
-      for (uint32_t lanes = r.lanes; lanes; lanes &= lanes - 1) {
-        const uint32_t thread = r.warp * 32 + uint32_t(__builtin_ctz(lanes));
-        if (!ordered(a, r.block, thread, r.time)) race(a, "read", r.block, thread, r.site, false);
-      }
-    }
-  } else if (cell.read.block && !(cell.read.strong && a.strong) && !ordered(a, cell.read)) {
-    race(a, "read", cell.read.block, cell.read.thread, cell.read.site, false);
+void forget_list(Extras& x, Cell& cell) {
+  list_of(x, cell).clear();
+  x.free_lists.push_back(cell.many);
+  cell.many = 0;
+}
+void forget_readers(Extras& x, Cell& cell) {
+  cell.readers[0].block = cell.readers[1].block = 0;
+  if (cell.many) forget_list(x, cell);
+}
+constexpr uint32_t kSeveralBlocks = ~0u;
+
+void check_group(const Current& a, const Readers& r) {
+  if (!r.block || (r.strong && a.strong)) return;
+  if (r.block == kSeveralBlocks) {  // only an exact answer may be a finding
+    if (!knows_foreign(a.t)) race(a, "read", 0, 0, r.site, false);
+    return;
+  }
+  if (r.block == a.b->serial ? r.time <= a.b->floor : a.is_shared || r.block < a.b->launch->first_serial) return;
+  for (uint32_t lanes = r.lanes; lanes; lanes &= lanes - 1) {
+    const uint32_t thread = r.warp * 32u + uint32_t(__builtin_ctz(lanes));
+    if (!ordered(a, r.block, thread, r.time)) race(a, "read", r.block, thread, r.site, false);
   }
 }
-void add_to_list(std::vector<Readers>& list, const Current& a, const Stamp& s) {
-  const uint32_t lane = 1u << (s.thread % 32), warp = s.thread / 32;
-  for (size_t i = list.size(); i-- > 0;) {  // lanes of one warp come one after the other
-    Readers& r = list[i];
-    if (r.block == s.block && r.time == s.time && r.warp == warp && r.strong == s.strong) {
-      r.lanes |= lane;
-      return;
-    }
-  }
-  size_t kept = 0, foreign = 0;
-  for (const Readers& r : list) {
-    const bool past = r.block < a.b->launch->first_serial || (a.is_shared && r.block != a.b->serial);
-    if (past || (r.block == a.b->serial && r.time <= a.b->floor)) continue;
-    foreign += r.block != a.b->serial;
-    list[kept++] = r;
-  }
-  list.resize(kept);
-  if (foreign > 8) {  // many blocks read the same words: remember that, not each of them
-    const int32_t site = list[0].site;
-    list.erase(std::remove_if(list.begin(), list.end(), [&](const Readers& r) { return r.block != a.b->serial; }), list.end());
-    list.push_back({~0u, 0, 0, 0, site, false});
-  }
-  list.push_back({s.block, s.time, warp, lane, s.site, s.strong});
-}
-void add_reader(Shadow& s, Cell& cell, const Current& a) {
-  const Stamp me{a.b->serial, a.t->now, uint16_t(a.t->index), a.strong, false, a.site};
-  if (!cell.many) {
-    // A read that happened before this one adds nothing: whatever comes after this one comes after it too.
-    if (!cell.read.block || ordered(a, cell.read)) {
-      cell.read = me;
-      return;
-    }
-    if (s.free_lists.empty()) {
-      s.lists.emplace_back();
-      s.free_lists.push_back(int32_t(s.lists.size()));
-    }
-    cell.many = s.free_lists.back();
-    s.free_lists.pop_back();
-    add_to_list(list_of(s, cell), a, cell.read);
-  }
-  add_to_list(list_of(s, cell), a, me);
+void check_readers(Extras& x, Cell& cell, const Current& a) {
+  for (const Readers& r : cell.readers) check_group(a, r);
+  if (cell.many)
+    for (const Readers& r : list_of(x, cell)) check_group(a, r);
 }
 
-void check_cell(Shadow& s, Cell& cell, const Current& a) {
+// Whether these reads need not be remembered once the current thread has read: they happened before it, or to it.
+bool superseded(const Current& a, const Readers& r) {
+  if (r.block == a.b->serial) return r.time <= a.b->floor || (r.warp == a.t->warp && r.lanes == 1u << a.t->lane && r.strong == a.strong);
+  return r.block != kSeveralBlocks && (a.is_shared || r.block < a.b->launch->first_serial);
+}
+bool joins(const Current& a, Readers& r) {
+  if (r.block != a.b->serial || r.time != a.t->now || r.warp != a.t->warp || r.strong != a.strong) return false;
+  r.lanes |= 1u << a.t->lane;
+  return true;
+}
+void add_reader(Extras& x, Cell& cell, const Current& a) {
+  for (Readers& r : cell.readers)
+    if (joins(a, r)) return;
+  const Readers me{a.b->serial, a.t->now, 1u << a.t->lane, a.site, uint16_t(a.t->warp), a.strong};
+  for (Readers& r : cell.readers)
+    if (!r.block || superseded(a, r)) {
+      r = me;
+      return;
+    }
+  if (cell.readers[0].block != a.b->serial && cell.readers[1].block != a.b->serial) {
+    // A third block reads this word, as blocks do with weights: remember that, not each of them.
+    cell.readers[1] = {kSeveralBlocks, 0, 0, cell.readers[1].site, 0, false};
+    cell.readers[0] = me;
+    if (cell.many) forget_list(x, cell);
+    return;
+  }
+  if (!cell.many) cell.many = new_list(x);
+  std::vector<Readers>& list = list_of(x, cell);
+  for (Readers& r : list)
+    if (joins(a, r)) return;
+  list.erase(std::remove_if(list.begin(), list.end(), [&](const Readers& r) { return superseded(a, r); }), list.end());
+  list.push_back(me);
+}
+
+void check_cell(Extras& x, Cell& cell, const Current& a) {
   const Stamp& w = cell.write;
-  if (w.pending && w.block == a.b->serial) race(a, "write", w.block, w.thread, w.site, true);
-  if (!ordered(a, w) && !(w.strong && a.strong)) race(a, "write", w.block, w.thread, w.site, false);
+  if (w.block) {
+    if (w.pending && w.block == a.b->serial) race(a, "write", w.block, w.thread, w.site, true);
+    if (!ordered(a, w) && !(w.strong && a.strong)) race(a, "write", w.block, w.thread, w.site, false);
+  }
   if (a.writes) {
-    check_readers(s, cell, a);
-    forget_readers(s, cell);
-    cell.write = {a.b->serial, a.t->now, uint16_t(a.t->index), a.strong, a.pending, a.site};
+    check_readers(x, cell, a);
+    forget_readers(x, cell);
+    cell.write = {a.b->serial, a.t->now, a.site, uint16_t(a.t->index), a.strong, a.pending};
   } else {
-    add_reader(s, cell, a);
+    add_reader(x, cell, a);
   }
 }
-Cell* byte_cells(Shadow& s, Cell& word) {
+Cell* byte_cells(Extras& x, Cell& word) {
   if (!word.split) {
-    if (s.free_bytes.empty()) {
-      s.bytes.resize(s.bytes.size() + 4);
-      s.free_bytes.push_back(int32_t(s.bytes.size() / 4));
+    if (x.free_bytes.empty()) {
+      x.bytes.resize(x.bytes.size() + 4);
+      x.free_bytes.push_back(int32_t(x.bytes.size() / 4));
     }
-    word.split = s.free_bytes.back();
-    s.free_bytes.pop_back();
-    Cell* bytes = &s.bytes[size_t(word.split - 1) * 4];
+    word.split = x.free_bytes.back();
+    x.free_bytes.pop_back();
     for (int i = 0; i < 4; i++) {
-      bytes[i] = Cell{word.write, word.read, 0, 0};
+      Cell& byte = x.bytes[size_t(word.split - 1) * 4 + size_t(i)];
+      byte = Cell{word.write, {word.readers[0], word.readers[1]}, 0, 0};
       if (word.many) {
-        s.lists.push_back(list_of(s, word));
-        bytes[i].many = int32_t(s.lists.size());
-        bytes[i].read.block = 0;
+        byte.many = new_list(x);
+        list_of(x, byte) = list_of(x, word);
       }
     }
-    forget_readers(s, word);
+    forget_readers(x, word);
   }
-  return &s.bytes[size_t(word.split - 1) * 4];
+  return &x.bytes[size_t(word.split - 1) * 4];
+}
+void join_bytes(Extras& x, Cell& word) {
+  Cell* bytes = byte_cells(x, word);
+  const Stamp stamp = bytes[0].write;
+  for (int i = 0; i < 4; i++) forget_readers(x, bytes[i]);
+  x.free_bytes.push_back(word.split);
+  word = Cell{stamp, {}, 0, 0};
 }
 
 }  // namespace
@@ -272,26 +290,23 @@ Cell* byte_cells(Shadow& s, Cell& word) {
 void check_access(Thread* t, Shadow& s, uint64_t offset, uint32_t size, int site, bool reads, bool writes, bool strong, bool pending,
                   bool is_shared) {
   Current a{t, t->block, site, reads, writes, strong, pending, is_shared, offset};
+  Extras& x = s.parts[is_shared ? 0 : offset / 256 % Shadow::kParts];
+  std::unique_lock<std::mutex> lock(x.mutex, std::defer_lock);
+  if (!is_shared) lock.lock();
   if (size < 4) {
-    Cell* bytes = byte_cells(s, s.cells[offset / 4]);
-    for (uint32_t i = 0; i < size; i++) check_cell(s, bytes[offset % 4 + i], a);
+    Cell* bytes = byte_cells(x, s.cells[offset / 4]);
+    for (uint32_t i = 0; i < size; i++) check_cell(x, bytes[offset % 4 + i], a);
     return;
   }
   for (uint64_t w = offset / 4; w < (offset + size) / 4; w++) {
     Cell& word = s.cells[w];
     a.offset = w * 4;
-    if (!word.split) {
-      check_cell(s, word, a);
+    if (__builtin_expect(!word.split, 1)) {
+      check_cell(x, word, a);
       continue;
     }
-    for (int i = 0; i < 4; i++) check_cell(s, byte_cells(s, word)[i], a);
-    if (writes) {  // the word is one again
-      Cell* bytes = byte_cells(s, word);
-      const Stamp stamp = bytes[0].write;
-      for (int i = 0; i < 4; i++) bytes[i] = Cell{};
-      s.free_bytes.push_back(word.split);
-      word = Cell{stamp, {}, 0, 0};
-    }
+    for (int i = 0; i < 4; i++) check_cell(x, byte_cells(x, word)[i], a);
+    if (writes) join_bytes(x, word);  // the word is one again
   }
 }
 
@@ -300,7 +315,7 @@ void settle_async(Thread* t, uint8_t* to, uint32_t size, int site) {
   const uint64_t offset = uint64_t(to - t->shared);
   Shadow& s = t->block->worker->shared_shadow;
   if (settings_.races) {
-    const Stamp stamp{t->block->serial, t->now, uint16_t(t->index), false, false, site};
+    const Stamp stamp{t->block->serial, t->now, site, uint16_t(t->index), false, false};
     for (uint64_t w = offset / 4; w < (offset + size) / 4; w++) s.cells[w].write = stamp;
   }
 }
@@ -326,7 +341,9 @@ Kind kind_of(Access access) {
     default: return {true, true, true, true};
   }
 }
+// Flags are 0 or 1, a byte each.
 bool all_set(const uint8_t* flags, uint32_t size) {
+  if (size == 4) return load<uint32_t>(flags) == 0x01010101u;
   for (uint32_t i = 0; i < size; i++)
     if (!flags[i]) return false;
   return true;
@@ -404,12 +421,8 @@ static void watch_global(Thread* t, int site, uint64_t address, uint32_t size, A
   }
   if (s.races && !a->read_only) {
     if (kind.strong) acquire_and_release(t, address, kind.reads, false, false, false);
-    {
-      std::lock_guard<std::mutex> lock(a->shadow.mutex);
-      if (!a->shadow.cells) a->shadow.resize(a->size + 4);
-      const uint64_t skew = a->address % 4;  // words of the address space, not of the allocation
-      check_access(t, a->shadow, offset + skew, size, site, kind.reads, kind.writes, kind.strong, false, false);
-    }
+    const uint64_t skew = a->address % 4;  // words of the address space, not of the allocation
+    check_access(t, a->shadow, offset + skew, size, site, kind.reads, kind.writes, kind.strong, false, false);
     if (kind.strong && kind.writes) acquire_and_release(t, address, false, true, kind.reads, kind.release);
   }
   if (s.count) {

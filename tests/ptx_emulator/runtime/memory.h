@@ -11,37 +11,47 @@ namespace ptx {
 
 struct Thread;
 
-// One access, as the race check remembers it.
+// The last write, as the race check remembers it.
 struct Stamp {
   uint32_t block = 0;  // serial of the block; 0: none
   uint32_t time = 0;
+  int32_t site = 0;
   uint16_t thread = 0;
   bool strong = false;   // atomic, volatile or relaxed
   bool pending = false;  // a cp.async that nobody has waited for
+};
+// Lanes of one warp that read at the same time, since that write.
+struct Readers {
+  uint32_t block = 0, time = 0, lanes = 0;
   int32_t site = 0;
+  uint16_t warp = 0;
+  bool strong = false;
 };
-struct Readers {  // lanes of one warp that read at the same time
-  uint32_t block, time, warp, lanes;
-  int32_t site;
-  bool strong;
-};
-// The last write and the reads since. `many` names a list of readers once one stamp does not say it all.
+// One word of memory. Two groups of readers fit, which is what most words see; more make a list.
 struct Cell {
-  Stamp write, read;
-  int32_t many = 0;   // 1 + index of a list; 0: none
+  Stamp write;
+  Readers readers[2];
+  int32_t many = 0;   // 1 + index of a list of further readers; 0: none
   int32_t split = 0;  // 1 + index of the word's four bytes, kept apart as cells of their own; 0: the word is one
 };
-// Cells of one region of memory, a word of four bytes each.
-struct Shadow {
-  Cell* cells = nullptr;
-  size_t words = 0;
+static_assert(sizeof(Cell) <= 64);
+
+// What the cells of a part of memory keep elsewhere.
+struct Extras {
+  std::mutex mutex;          // blocks of two workers may meet in global memory
   std::vector<Cell> bytes;  // four per split word
   std::vector<int32_t> free_bytes;
   std::vector<std::vector<Readers>> lists;
   std::vector<int32_t> free_lists;
-  std::mutex mutex;  // global memory only
-  void resize(size_t bytes);
-  ~Shadow();
+};
+struct Shadow {
+  static constexpr int kParts = 16;  // taken in turn by stretches of 256 bytes
+  Cell* cells = nullptr;
+  size_t words = 0;
+  Extras parts[kParts];
+  void resize(size_t bytes);  // to at least this; only ever grows
+  void clear();
+  ~Shadow() { clear(); }
 };
 
 struct Allocation {

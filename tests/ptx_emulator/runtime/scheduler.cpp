@@ -3,7 +3,10 @@
 // So a block that waits for an earlier one (decoupled look-back) always gets on, and a schedule is a choice among ready fibers.
 #include <sys/mman.h>
 
+#include <time.h>
+
 #include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -81,6 +84,21 @@ void enqueue(Block* b, Thread* t) {
   uint32_t at = b->queue_head + b->queue_size++;
   if (at >= b->queue.size()) at -= uint32_t(b->queue.size());
   b->queue[at] = t->index;
+}
+// In order, a warp whose lanes have met goes on until it waits for others: its stacks are still in the cache.
+void enqueue_lanes(Block* b, Thread** warp, uint32_t lanes) {
+  if (settings().seed != 0) {
+    for (; lanes; lanes &= lanes - 1) enqueue(b, warp[__builtin_ctz(lanes)]);
+    return;
+  }
+  while (lanes) {
+    const uint32_t lane = 31 - uint32_t(__builtin_clz(lanes));
+    lanes &= ~(1u << lane);
+    warp[lane]->state = kReady;
+    b->queue_head = (b->queue_head ? b->queue_head : uint32_t(b->queue.size())) - 1;
+    b->queue_size++;
+    b->queue[b->queue_head] = warp[lane]->index;
+  }
 }
 static Thread* dequeue(Block* b) {
   if (!b->queue_size) return nullptr;
@@ -228,8 +246,11 @@ class Pool {
     for (auto& w : workers_) w = std::make_unique<Worker>();
     for (unsigned i = 1; i < threads; i++) std::thread([this, i] { serve(*workers_[i]); }).detach();
   }
+  void clear() {
+    for (auto& w : workers_) w->shared_shadow.clear();
+  }
   void run(Launch& launch) {
-    // One warp of fibers per page of counters: local arrays of the kernel live on the fiber's stack.
+    // Local arrays of the kernel live on the fiber's stack.
     const size_t stack = std::max<size_t>(128 << 10, (64 << 10) + (launch.kernel->local_bytes + 4095) / 4096 * 4096);
     for (auto& w : workers_)
       if (w->stack_bytes < stack) {
@@ -258,8 +279,14 @@ class Pool {
 
  private:
   static void work(Worker& w, Launch& launch) {
-    const uint64_t blocks = launch.grid.volume();
+    const uint64_t blocks = launch.grid.volume(), begin = processor_time();
     for (uint64_t i; !launch.failed.load(std::memory_order_relaxed) && (i = launch.next++) < blocks;) run_block(w, launch, i);
+    launch.nanoseconds += processor_time() - begin;
+  }
+  static uint64_t processor_time() {
+    timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return uint64_t(t.tv_sec) * 1000000000 + uint64_t(t.tv_nsec);
   }
   void serve(Worker& w) {
     for (uint64_t seen = 0;;) {
@@ -289,15 +316,14 @@ int run(Launch& launch) {
   static Pool* pool = new Pool(settings().threads);
   static uint32_t next_serial = 1;
   const uint64_t blocks = launch.grid.volume();
-  if (next_serial + blocks < next_serial || blocks >= 0xf0000000u - next_serial) {
-    for (Allocation* a : allocations())  // serials start again: forget who touched what
-      if (a->shadow.cells) {
-        munmap(a->shadow.cells, a->shadow.words * sizeof(Cell));
-        a->shadow.cells = nullptr;
-        a->shadow.words = 0;
-      }
+  if (blocks >= 0xf0000000u - next_serial) {  // serials start again: forget who touched what
+    for (Allocation* a : allocations()) a->shadow.clear();
+    pool->clear();
     next_serial = 1;
   }
+  if (settings().races)
+    for (Allocation* a : allocations())
+      if (!a->read_only) a->shadow.resize(a->size + 4);
   launch.first_serial = next_serial;
   next_serial += uint32_t(blocks);
   if (settings().count)
@@ -305,7 +331,11 @@ int run(Launch& launch) {
       a->sectors_read.assign(a->size / 32 + 2, 0);
       a->sectors_written.assign(a->size / 32 + 2, 0);
     }
+  const auto begin = std::chrono::steady_clock::now();
   pool->run(launch);
+  if (settings().times)
+    std::fprintf(stderr, "{\"kernel\": \"%s\", \"processor_seconds\": %.6f, \"seconds\": %.6f}\n", launch.kernel->name, double(launch.nanoseconds) * 1e-9,
+                 std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
   if (settings().races) clocks_end_launch();
   if (settings().count && !launch.failed) write_counts(launch);
   return launch.error;

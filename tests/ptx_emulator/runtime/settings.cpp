@@ -48,13 +48,14 @@ static Settings read() {
   s.count_file = variable("COUNT");
   s.count = !s.count_file.empty();
   if (s.count_file == "-") s.count_file.clear();
+  s.times = variable("TIMES", "0") == "1";
   const std::string on_error = variable("ON_ERROR", "exit");
   if (on_error != "exit" && on_error != "return") bad_setting("ON_ERROR", on_error, "exit, return");
   s.return_errors = on_error == "return";
   s.arch = std::atoi(variable("ARCH", "0").c_str());
   // The library lies in <build>/; the translator's place and the stamp of its sources are fixed when it is built.
   Dl_info self;
-  dladdr(reinterpret_cast<void*>(&settings), &self);
+  dladdr(reinterpret_cast<void*>(&read_settings), &self);
   char* real = realpath(self.dli_fname, nullptr);
   std::string folder = real;
   std::free(real);
@@ -67,9 +68,11 @@ static Settings read() {
   return s;
 }
 
-Settings& settings() {
-  static Settings* s = new Settings(read());  // used until the last static destructor of the program
-  return *s;
+Settings* the_settings = nullptr;
+
+Settings& read_settings() {
+  the_settings = new Settings(read());  // used until the last static destructor of the program
+  return *the_settings;
 }
 
 void update_watching() {

@@ -13,11 +13,14 @@ struct Settings {
   unsigned threads = 0;                                                   // OS threads that run blocks
   bool count = false;
   std::string count_file;  // JSON lines; empty: standard error
+  bool times = false;  // a line per launch on standard error
   bool return_errors = false;  // a finding fails the launch instead of the process
   int arch = 0;                // compute capability; 0: that of the newest PTX in the program
   std::string cache, translator, toolchain, cxx, cxx_flags;
 };
-Settings& settings();
+extern Settings* the_settings;
+Settings& read_settings();
+inline Settings& settings() { return the_settings ? *the_settings : read_settings(); }
 void update_watching();
 
 }  // namespace ptx

@@ -30,6 +30,7 @@ struct Launch {
   uint32_t first_serial;  // block i has serial first_serial + i; smaller serials belong to earlier launches
   std::atomic<uint64_t> next{0};
   std::atomic<bool> failed{false};
+  std::atomic<uint64_t> nanoseconds{0};  // of processor time, all workers together
   int error = 0;
   std::mutex counts_mutex;
   Counts counts;
@@ -92,6 +93,7 @@ struct Worker {
 // ---- scheduler.cpp ----
 int run(Launch& launch);  // 0, or the cudaError of what went wrong
 void enqueue(Block*, Thread*);
+void enqueue_lanes(Block*, Thread** warp, uint32_t lanes);
 void switch_away(Thread*);  // the thread is queued, waiting or done
 [[noreturn]] void leave_block(Block*);
 uint64_t next_random(Block*);

@@ -74,22 +74,24 @@ void need_all_lanes(Thread** w, uint32_t mask, const char* name) {
 
 // ---- tensor cores: D (16x8) = A (16xK) B (Kx8) + C, products exact in fp32 or wider, sums in fp32 in the order of k ----
 
-// Rows of the tiles are padded by nothing: the inner loop runs over the 8 columns of B, which the compiler turns into vectors.
-__attribute__((optimize("O3"))) void multiply_tile(float* __restrict d, const float* __restrict a, const float* __restrict b, int k_size) {
-  for (int m = 0; m < 16; m += 2) {
-    float low[8], high[8];
-    for (int n = 0; n < 8; n++) low[n] = d[m * 8 + n], high[n] = d[m * 8 + 8 + n];
-    for (int k = 0; k < k_size; k++)
-      for (int n = 0; n < 8; n++) {
-        low[n] += a[m * k_size + k] * b[k * 8 + n];
-        high[n] += a[(m + 1) * k_size + k] * b[k * 8 + n];
-      }
-    for (int n = 0; n < 8; n++) d[m * 8 + n] = low[n], d[m * 8 + 8 + n] = high[n];
+using Row = float __attribute__((vector_size(32)));  // 8 columns of D
+
+template <int kK>
+void multiply_tile(float* d, const float* a, const float* b) {
+  for (int m = 0; m < 16; m += 4) {
+    Row sum[4], b_row;
+    for (int i = 0; i < 4; i++) std::memcpy(&sum[i], d + (m + i) * 8, sizeof(Row));
+    for (int k = 0; k < kK; k++) {
+      std::memcpy(&b_row, b + k * 8, sizeof(Row));
+      for (int i = 0; i < 4; i++) sum[i] += a[(m + i) * kK + k] * b_row;
+    }
+    for (int i = 0; i < 4; i++) std::memcpy(d + (m + i) * 8, &sum[i], sizeof(Row));
   }
 }
-float element(uint32_t word, int upper, MmaType type) {
-  const uint16_t x = uint16_t(upper ? word >> 16 : word);
-  return type == kBf16 ? bfloat_value(x) : half_value(x);
+template <MmaType kType>
+float element(uint32_t word, int upper) {
+  if (kType == kBf16) return as_float(upper ? word & 0xffff0000u : word << 16);
+  return half_value(uint16_t(upper ? word >> 16 : word));
 }
 struct MmaForm {
   MmaType type;
@@ -97,41 +99,54 @@ struct MmaForm {
   bool half_accumulator;
   uint32_t code() const { return uint32_t(type) | uint32_t(k) << 4 | uint32_t(half_accumulator) << 12; }
   static MmaForm from(uint32_t code) { return {MmaType(code & 15), int(code >> 4 & 255), bool(code >> 12)}; }
-  int a_words() const { return type == kTf32 ? k / 2 : k / 4; }
-  int b_words() const { return type == kTf32 ? k / 4 : k / 8; }
 };
 const char* const kTypeName[] = {"bf16", "f16", "tf32"};
 
-void do_mma(Thread** w, uint32_t mask, uint32_t code) {
-  need_all_lanes(w, mask, "mma.sync");
-  const MmaForm f = MmaForm::from(code);
-  float a[16 * 16], b[16 * 8], d[16 * 8];
-  // Fragments (g = lane / 4, t = lane % 4): element (row, column) of each word as the PTX manual lays them out.
+// Fragments (g = lane / 4, t = lane % 4): element (row, column) of each word as the PTX manual lays them out.
+template <MmaType kType, int kK>
+void mma_tile(Thread** w, bool half_accumulator) {
+  constexpr int kA = kType == kTf32 ? kK / 2 : kK / 4, kB = kType == kTf32 ? kK / 4 : kK / 8;
+  alignas(32) float a[16 * kK], b[kK * 8], d[16 * 8];
   for (int lane = 0; lane < 32; lane++) {
     const int g = lane / 4, t = lane % 4;
     const uint32_t* in = w[lane]->in;
-    if (f.type == kTf32) {
-      for (int i = 0; i < f.a_words(); i++) a[(g + 8 * (i & 1)) * f.k + t + 4 * (i >> 1)] = as_float(in[i] & 0xffffe000);
-      for (int i = 0; i < f.b_words(); i++) b[(t + 4 * i) * 8 + g] = as_float(in[8 + i] & 0xffffe000);
-    } else {
-      for (int i = 0; i < f.a_words(); i++)
-        for (int h = 0; h < 2; h++) a[(g + 8 * (i & 1)) * f.k + 2 * t + h + 8 * (i >> 1)] = element(in[i], h, f.type);
-      for (int i = 0; i < f.b_words(); i++)
-        for (int h = 0; h < 2; h++) b[(2 * t + h + 8 * i) * 8 + g] = element(in[8 + i], h, f.type);
+    for (int i = 0; i < kA; i++) {
+      const int row = g + 8 * (i & 1);
+      if constexpr (kType == kTf32) {
+        a[row * kK + t + 4 * (i >> 1)] = as_float(in[i] & 0xffffe000);
+      } else {
+        a[row * kK + 2 * t + 8 * (i >> 1)] = element<kType>(in[i], 0);
+        a[row * kK + 2 * t + 8 * (i >> 1) + 1] = element<kType>(in[i], 1);
+      }
+    }
+    for (int i = 0; i < kB; i++) {
+      if constexpr (kType == kTf32) {
+        b[(t + 4 * i) * 8 + g] = as_float(in[8 + i] & 0xffffe000);
+      } else {
+        b[(2 * t + 8 * i) * 8 + g] = element<kType>(in[8 + i], 0);
+        b[(2 * t + 8 * i + 1) * 8 + g] = element<kType>(in[8 + i], 1);
+      }
     }
     for (int i = 0; i < 4; i++)
-      d[(g + 8 * (i >> 1)) * 8 + 2 * t + (i & 1)] = f.half_accumulator ? element(in[12 + (i >> 1)], i & 1, kF16) : as_float(in[12 + i]);
+      d[(g + 8 * (i >> 1)) * 8 + 2 * t + (i & 1)] = half_accumulator ? element<kF16>(in[12 + (i >> 1)], i & 1) : as_float(in[12 + i]);
   }
-  multiply_tile(d, a, b, f.k);
+  multiply_tile<kK>(d, a, b);
   for (int lane = 0; lane < 32; lane++) {
     const int g = lane / 4, t = lane % 4;
-    float v[4];
-    for (int i = 0; i < 4; i++) v[i] = d[(g + 8 * (i >> 1)) * 8 + 2 * t + (i & 1)];
-    for (int i = 0; i < 4; i++) w[lane]->out[i] = float_bits(v[i]);
-    if (f.half_accumulator)
-      for (int i = 0; i < 2; i++)
-        w[lane]->out[i] = round_half(v[2 * i], kNearest) | uint32_t(round_half(v[2 * i + 1], kNearest)) << 16;
+    const float* top = d + g * 8 + 2 * t;
+    const float v[4] = {top[0], top[1], top[64], top[65]};
+    if (half_accumulator)
+      for (int i = 0; i < 2; i++) w[lane]->out[i] = round_half(v[2 * i], kNearest) | uint32_t(round_half(v[2 * i + 1], kNearest)) << 16;
+    else
+      std::memcpy(w[lane]->out, v, sizeof v);
   }
+}
+void do_mma(Thread** w, uint32_t mask, uint32_t code) {
+  need_all_lanes(w, mask, "mma.sync");
+  const MmaForm f = MmaForm::from(code);
+  if (f.type == kBf16) (f.k == 16 ? mma_tile<kBf16, 16> : mma_tile<kBf16, 8>)(w, false);
+  else if (f.type == kF16) (f.k == 16 ? mma_tile<kF16, 16> : mma_tile<kF16, 8>)(w, f.half_accumulator);
+  else (f.k == 8 ? mma_tile<kTf32, 8> : mma_tile<kTf32, 4>)(w, false);
   if (settings().count) {
     char name[48];
     std::snprintf(name, sizeof name, "m16n8k%d_%s_%s", f.k, kTypeName[f.type], f.half_accumulator ? "f16" : "f32");
@@ -217,10 +232,12 @@ bool try_complete(Block* b, uint32_t warp, Meeting& m, Thread* self) {
   if (&m == &state.meetings[state.used - 1]) state.used--;
   if (settings().count && needed == state.live) fold_warp(b, warp);
   kWork[operation & 15](w, needed, uint32_t(operation) >> 4);
-  for_lanes(needed, [&](uint32_t i) {
-    if (w[i] == self) w[i]->state = kReady;
-    else enqueue(b, w[i]);
-  });
+  uint32_t others = needed;
+  if (self) {
+    self->state = kReady;
+    others &= ~(1u << self->lane);
+  }
+  enqueue_lanes(b, w, others);
   return true;
 }
 void meet(Thread* t, int site, Operation operation, uint32_t code, uint32_t mask) {
