@@ -213,6 +213,10 @@ __global__ void flag(float* x, volatile int* ready) {
     x[32 + threadIdx.x] = x[threadIdx.x];
   }
 }
+__global__ void waits_for_nobody(volatile int* ready) {
+  while (!*ready) {
+  }
+}
 template <bool kSync>
 __global__ void through_global(float* x) {  // in one block
   x[threadIdx.x] = threadIdx.x;
@@ -403,6 +407,7 @@ int main(int argc, char** argv) {
   RUN(last_block_with_fence, last_block<true><<<4, 32>>>(x, u, y); last_block<true><<<4, 32>>>(x, u, y));
   RUN(flag_without_fence, flag<false><<<2, 32>>>(x, n));
   RUN(flag_with_fence, flag<true><<<2, 32>>>(x, n));
+  RUN(flag_that_nobody_sets, waits_for_nobody<<<1, 32>>>(n));
   RUN(global_in_a_block_without_barrier, through_global<false><<<1, 64>>>(x));
   RUN(global_in_a_block_with_barrier, through_global<true><<<1, 64>>>(x));
   RUN(shared_never_written, shared_unwritten<<<1, 64>>>(x, 0));

@@ -54,6 +54,7 @@ void clocks_start(Block* b) {
   b->tick = 1;
   b->floor = 0;
   b->foreign.clear();
+  b->known_foreign.clear();
   forget(b->fenced);
   for (Thread* t : b->thread) {
     forget(t->known);
@@ -217,9 +218,8 @@ void acquire_and_release(Thread* t, uint64_t address, bool acquires, bool writes
 
 bool knows_foreign(const Thread* t) { return !t->block->foreign.empty() || (t->known && !t->known->foreign.empty()); }
 
-bool foreign_known(const Thread* t, uint32_t block, uint32_t thread, uint32_t time) {
-  std::vector<const Published*> todo(t->block->foreign.begin(), t->block->foreign.end());
-  if (t->known) todo.insert(todo.end(), t->known->foreign.begin(), t->known->foreign.end());
+// Whether one of these, or what they in turn acquired, covers the access.
+static bool reaches(std::vector<const Published*> todo, uint32_t block, uint32_t thread, uint32_t time) {
   std::unordered_set<const Published*> seen;
   while (!todo.empty()) {
     const Published* p = todo.back();
@@ -230,6 +230,21 @@ bool foreign_known(const Thread* t, uint32_t block, uint32_t thread, uint32_t ti
     todo.insert(todo.end(), p->known.foreign.begin(), p->known.foreign.end());
   }
   return false;
+}
+bool foreign_known(const Thread* t, uint32_t block, uint32_t thread, uint32_t time) {
+  Block* b = t->block;
+  if (!b->foreign.empty()) {
+    constexpr size_t kAnswers = 1024;
+    if (b->known_foreign.empty()) b->known_foreign.resize(kAnswers);
+    Block::Known& answer = b->known_foreign[(block * 37 + thread) % kAnswers];
+    if (answer.block == block && answer.thread == thread && answer.time >= time) return true;
+    if (reaches({b->foreign.begin(), b->foreign.end()}, block, thread, time)) {
+      answer = {block, thread, time};
+      return true;
+    }
+  }
+  if (!t->known || t->known->foreign.empty()) return false;
+  return reaches({t->known->foreign.begin(), t->known->foreign.end()}, block, thread, time);
 }
 
 void clocks_end_launch() {

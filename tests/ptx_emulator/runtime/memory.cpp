@@ -247,7 +247,7 @@ void check_cell(Extras& x, Cell& cell, const Current& a) {
   const Stamp& w = cell.write;
   if (w.block) {
     if (w.pending && w.block == a.b->serial) race(a, "write", w.block, w.thread, w.site, true);
-    if (!ordered(a, w) && !(w.strong && a.strong)) race(a, "write", w.block, w.thread, w.site, false);
+    if (!(w.strong && a.strong) && !ordered(a, w)) race(a, "write", w.block, w.thread, w.site, false);
   }
   if (a.writes) {
     check_readers(x, cell, a);

@@ -145,6 +145,8 @@ void yield(Thread* t, bool always) {
     b->abandoned = true;
     leave_block(b);
   }
+  if ((++b->pauses & 0xfff) == 0 && std::chrono::steady_clock::now() - b->launch->progress.load() > std::chrono::seconds(settings().patience))
+    fault(t, -1, kDeadlock, "%u seconds of waiting in a loop, and no block gets on (PTX_EMULATOR_PATIENCE)", settings().patience);
   if (b->queue_size) {
     enqueue(b, t);
     switch_away(t);
@@ -200,6 +202,7 @@ static void run_block(Worker& w, Launch& launch, uint64_t linear) {
   b.linear = linear;
   b.serial = launch.first_serial + uint32_t(linear);
   b.abandoned = false;
+  b.pauses = 0;
   b.threads = b.live = uint32_t(launch.block.volume());
   b.random = (settings().seed * 0x9e3779b97f4a7c15ull) ^ ((linear + 1) * 0xbf58476d1ce4e5b9ull) ^ 0x94d049bb133111ebull;
   const uint32_t alignment = std::max(16u, launch.kernel->dynamic_alignment);
@@ -280,7 +283,10 @@ class Pool {
  private:
   static void work(Worker& w, Launch& launch) {
     const uint64_t blocks = launch.grid.volume(), begin = processor_time();
-    for (uint64_t i; !launch.failed.load(std::memory_order_relaxed) && (i = launch.next++) < blocks;) run_block(w, launch, i);
+    for (uint64_t i; !launch.failed.load(std::memory_order_relaxed) && (i = launch.next++) < blocks;) {
+      run_block(w, launch, i);
+      launch.progress = std::chrono::steady_clock::now();
+    }
     launch.nanoseconds += processor_time() - begin;
   }
   static uint64_t processor_time() {
@@ -332,6 +338,7 @@ int run(Launch& launch) {
       a->sectors_written.assign(a->size / 32 + 2, 0);
     }
   const auto begin = std::chrono::steady_clock::now();
+  launch.progress = begin;
   pool->run(launch);
   if (settings().times)
     std::fprintf(stderr, "{\"kernel\": \"%s\", \"processor_seconds\": %.6f, \"seconds\": %.6f}\n", launch.kernel->name, double(launch.nanoseconds) * 1e-9,

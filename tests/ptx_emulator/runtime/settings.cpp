@@ -48,6 +48,7 @@ static Settings read() {
   s.count_file = variable("COUNT");
   s.count = !s.count_file.empty();
   if (s.count_file == "-") s.count_file.clear();
+  s.patience = unsigned(std::atoi(variable("PATIENCE", "60").c_str()));
   s.times = variable("TIMES", "0") == "1";
   const std::string on_error = variable("ON_ERROR", "exit");
   if (on_error != "exit" && on_error != "return") bad_setting("ON_ERROR", on_error, "exit, return");

@@ -13,6 +13,7 @@ struct Settings {
   unsigned threads = 0;                                                   // OS threads that run blocks
   bool count = false;
   std::string count_file;  // JSON lines; empty: standard error
+  unsigned patience = 60;  // seconds that a loop may wait for other blocks
   bool times = false;  // a line per launch on standard error
   bool return_errors = false;  // a finding fails the launch instead of the process
   int arch = 0;                // compute capability; 0: that of the newest PTX in the program

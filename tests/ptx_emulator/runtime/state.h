@@ -2,6 +2,7 @@
 // The runtime's own state: a launch, the workers (OS threads) that run its blocks, and a running block.
 #pragma once
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -31,6 +32,7 @@ struct Launch {
   std::atomic<uint64_t> next{0};
   std::atomic<bool> failed{false};
   std::atomic<uint64_t> nanoseconds{0};  // of processor time, all workers together
+  std::atomic<std::chrono::steady_clock::time_point> progress;  // when a block last ended
   int error = 0;
   std::mutex counts_mutex;
   Counts counts;
@@ -65,10 +67,14 @@ struct Block {
   uint32_t queue_head = 0, queue_size = 0;
   Barrier barriers[16];
   void* main_stack = nullptr;
-  uint64_t random = 0;
+  uint64_t random = 0, pauses = 0;
   // race check: every access with a time up to `floor` happened before everything that follows
   uint32_t tick = 0, floor = 0;
   std::vector<Published*> foreign;
+  struct Known {
+    uint32_t block = 0, thread = 0, time = 0;
+  };
+  std::vector<Known> known_foreign;  // answers about `foreign`, by hash: what all threads know, they keep knowing
   Knowledge* fenced = nullptr;  // what fences before the last barrier of all threads made visible
   bool abandoned = false;
 
