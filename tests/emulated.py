@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA operators on the emulator, for CPU tensors.
 
-`load()` builds them (cached) and registers them as `torch.ops.deltanet_ext_emulated`; `path()` makes
-the public functions of deltanet_ext call those instead of the CPU kernels, so that one table of
-tests serves `cpu`, `cuda-emulated` and, with a card, `cuda`. What a check of the emulator finds is
-the RuntimeError of the call, report and all.
+`load()` builds them (cached) and registers them as `torch.ops.deltanet_ext_emulated`; `path()`
+makes the public functions of deltanet_ext call those instead of the CPU kernels, so that one table
+of tests serves `cpu`, `cuda-emulated` and, with a card, `cuda`. What a check of the emulator finds
+is the RuntimeError of the call, report and all.
 
     with emulated.path():
         out, state = deltanet_ext.chunk_gated_delta_rule(...)
@@ -85,7 +85,11 @@ def path() -> Iterator[None]:
 
     load()
     overloads = torch._ops.OpOverload
-    found = {n: v for n, v in vars(ops).items() if isinstance(v, overloads) and v.namespace == "deltanet_ext"}
+    found = {
+        n: v
+        for n, v in vars(ops).items()
+        if isinstance(v, overloads) and v.namespace == "deltanet_ext"
+    }
     for name, operator in found.items():
         setattr(ops, name, functools.partial(call, operator._opname))
     try:
@@ -97,7 +101,7 @@ def path() -> Iterator[None]:
 
 @contextmanager
 def schedule(seed: int) -> Iterator[None]:
-    """0: threads in order, copies as late as allowed; 1: in reverse; others: random, by this seed."""
+    """0: threads in order, copies as late as allowed; 1: in reverse; others: random by seed."""
     runtime().ptx_emulator_set_seed(seed)
     try:
         yield

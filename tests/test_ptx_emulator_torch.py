@@ -24,7 +24,8 @@ def expected(g: torch.Tensor, chunk: int) -> torch.Tensor:
 
 def assert_is_the_pair(pair, want: torch.Tensor) -> None:
     high, low = pair
-    assert high.dtype == low.dtype == torch.float32 and high.shape == low.shape == want.shape
+    assert high.dtype == low.dtype == torch.float32
+    assert high.shape == low.shape == want.shape
     assert torch.equal(high, want.float())
     torch.testing.assert_close(high.double() + low.double(), want, rtol=2**-46, atol=1e-30)
 
@@ -87,8 +88,10 @@ def test_a_finding_is_an_exception_with_the_report():
         text = str(found.value)
         assert "reads_too_far: the launch failed" in text
         assert "read of 4 bytes at offset 1000 of an allocation of 1000 bytes" in text
-        assert "reads_too_far.cu:9:" in text and "thread   (121,0,0)" in text
-        assert "python -m pytest" in text and "test_a_finding_is_an_exception" in text
+        assert "reads_too_far.cu:9:" in text
+        assert "thread   (121,0,0)" in text
+        assert "python -m pytest" in text
+        assert "test_a_finding_is_an_exception" in text
     assert emulated.call("gate_cumsum", torch.zeros(1, 8, 1), 16)  # and the next call runs
 
 

@@ -6,8 +6,8 @@
 //
 // Work split:  one block = one (chunk, head, batch); one thread = one token.
 // Numerics:    g is clamped to >= -120 (exp(-120) is 0 in fp32, and -inf would make NaN), summed in
-//              fp64 in a fixed order, and kept as a pair of fp32: high = the rounded sum, low = what
-//              rounding took. A chunk's sum reaches -1280, where one fp32 step is 1.2e-4.
+//              fp64 in a fixed order, and kept as a pair of fp32: high = the rounded sum, low =
+//              what rounding took. A chunk's sum reaches -1280, where one fp32 step is 1.2e-4.
 // Memory:      reads g once with its own strides, writes the pair once, coalesced.
 #pragma once
 #include <cuda_runtime.h>
@@ -19,9 +19,9 @@
 namespace deltanet::cuda {
 
 struct GateCumsumParams {
-  View<3> g;               // [B, T, H], any strides; fp32, bf16 or fp16
-  float* high = nullptr;   // [B, H, T], contiguous
-  float* low = nullptr;    // [B, H, T], contiguous
+  View<3> g;              // [B, T, H], any strides; fp32, bf16 or fp16
+  float* high = nullptr;  // [B, H, T], contiguous
+  float* low = nullptr;   // [B, H, T], contiguous
   int64_t batch = 0, tokens = 0, heads = 0;
 };
 

@@ -6,10 +6,11 @@
     build.py NAME...            the runtime library and these programs
     build.py --library          the runtime library alone; prints its path
     build.py --operators        the library of emulated torch operators
-    build.py --translate in.ptx out.so [--count]       (the runtime calls this when it meets new PTX)
+    build.py --translate in.ptx out.so [--count]   (the runtime calls this when it meets new PTX)
 
-Everything lies in one folder (PTX_EMULATOR_BUILD, by default build/ptx_emulator of the repository), named by what it was
-made from: sources, headers, compilers and flags. The translation of the PTX happens here too, so that running starts at once.
+Everything lies in one folder (PTX_EMULATOR_BUILD, by default build/ptx_emulator of the repository),
+stamped with what it was made from: sources, headers, compilers and flags. The PTX is translated
+here too, so that running starts at once.
 """
 
 import argparse
@@ -45,16 +46,37 @@ RUNTIME_SOURCES = (
     "settings.cpp",
     "warp.cpp",
 )
-RUNTIME_FLAGS = ("-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra")
-# FMA in hardware: std::fma is a slow call without it. No contraction: PTX says itself where it fuses.
-TRANSLATED_FLAGS = ("-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-w")
+RUNTIME_FLAGS = (
+    "-std=c++17",
+    "-O2",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fPIC",
+    "-Wall",
+    "-Wextra",
+)
+# FMA in hardware: std::fma is a slow call without it. No contraction: PTX says where it fuses.
+TRANSLATED_FLAGS = (
+    "-std=c++17",
+    "-O1",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fPIC",
+    "-shared",
+    "-w",
+)
 JOBS = int(os.environ.get("MAX_JOBS", "0")) or os.cpu_count() or 1
 
 
 def find_nvcc() -> str | None:
     """nvcc by DELTANET_NVCC, CUDA_HOME or the path; None where there is none."""
     home = os.environ.get("CUDA_HOME")
-    for candidate in (os.environ.get("DELTANET_NVCC"), home and f"{home}/bin/nvcc", shutil.which("nvcc")):
+    for candidate in (
+        os.environ.get("DELTANET_NVCC"),
+        home and f"{home}/bin/nvcc",
+        shutil.which("nvcc"),
+    ):
         if candidate and os.access(candidate, os.X_OK):
             return candidate
     default = "/usr/local/cuda/bin/nvcc"
@@ -77,7 +99,9 @@ def why_not() -> str | None:
 @functools.cache
 def cuda_root() -> pathlib.Path:
     """The toolkit's own root, which a wrapper script named nvcc does not show."""
-    run = subprocess.run([find_nvcc(), "-dryrun", "-c", "x.cu"], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [find_nvcc(), "-dryrun", "-c", "x.cu"], capture_output=True, text=True, check=False
+    )
     for line in run.stderr.splitlines():
         if line.startswith("#$ TOP="):
             return pathlib.Path(line.removeprefix("#$ TOP=").strip()).resolve()
@@ -94,18 +118,25 @@ def digest(*parts) -> str:
 
 @functools.cache
 def compiler_version(command: str) -> str:
-    run = subprocess.run([command, "--version"], capture_output=True, text=True, check=False)
-    return run.stdout
+    """And what it compiles for: -march=native is another target on another machine."""
+    done = subprocess.run([command, "--version"], capture_output=True, text=True, check=False)
+    info = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    return done.stdout + next((line for line in info if line.startswith("flags")), "")
 
 
 def run(command: list, **options) -> None:
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False, **options)
+    done = subprocess.run(
+        [str(c) for c in command], capture_output=True, text=True, check=False, **options
+    )
     if done.returncode:
         raise SystemExit(f"{shlex.join(map(str, command))}\n{done.stdout}{done.stderr}")
 
 
 def make(target: pathlib.Path, command, *, stamp: str) -> pathlib.Path:
-    """Run ``command(temporary file)`` unless the target with this stamp is there. Safe against builds at the same time."""
+    """Run ``command(temporary file)`` unless the target with this stamp is there.
+
+    Builds at the same time do not disturb each other: a target is complete, or not there.
+    """
     mark = target.with_name(target.name + ".stamp")
     if target.exists() and mark.exists() and mark.read_text() == stamp:
         return target
@@ -124,7 +155,11 @@ def make(target: pathlib.Path, command, *, stamp: str) -> pathlib.Path:
 @functools.cache
 def toolchain() -> str:
     """What decides a translation besides its PTX."""
-    sources = [*sorted((HERE / "translator").glob("*.py")), RUNTIME / "device.h", RUNTIME / "numbers.h"]
+    sources = [
+        *sorted((HERE / "translator").glob("*.py")),
+        RUNTIME / "device.h",
+        RUNTIME / "numbers.h",
+    ]
     return digest(*sources, compiler_version(CXX), " ".join(TRANSLATED_FLAGS))
 
 
@@ -145,14 +180,26 @@ def library() -> pathlib.Path:
         flags += defines if name == "settings.cpp" else []
         stamp = digest(source, headers, " ".join(flags))
         return make(
-            BUILD / "runtime" / f"{source.stem}.o", lambda out: run([CXX, *flags, "-c", source, "-o", out]), stamp=stamp
+            BUILD / "runtime" / f"{source.stem}.o",
+            lambda out: run([CXX, *flags, "-c", source, "-o", out]),
+            stamp=stamp,
         )
 
     objects = in_parallel(compile_one, RUNTIME_SOURCES)
     exports = RUNTIME / "exports.map"
     stamp = digest(exports, *objects)
-    link = [CXX, "-shared", f"-Wl,-soname,{SONAME}", f"-Wl,--version-script={exports}", "-Wl,-z,defs"]
-    return make(BUILD / SONAME, lambda out: run([*link, *objects, "-o", out, "-ldl", "-lpthread"]), stamp=stamp)
+    link = [
+        CXX,
+        "-shared",
+        f"-Wl,-soname,{SONAME}",
+        f"-Wl,--version-script={exports}",
+        "-Wl,-z,defs",
+    ]
+    return make(
+        BUILD / SONAME,
+        lambda out: run([*link, *objects, "-o", out, "-ldl", "-lpthread"]),
+        stamp=stamp,
+    )
 
 
 def in_parallel(function, items) -> list:
@@ -187,10 +234,12 @@ def fnv(*parts: bytes) -> int:
 
 
 def ptx_of(binary: pathlib.Path) -> list[bytes]:
-    """The PTX texts that runtime/modules.cpp would choose from the fat binaries of an object or program."""
+    """The PTX texts that runtime/modules.cpp would choose from the fat binaries of an object."""
     with tempfile.NamedTemporaryFile() as section:
         done = subprocess.run(
-            ["objcopy", "-O", "binary", "--only-section=.nv_fatbin", str(binary), section.name], capture_output=True, check=False
+            ["objcopy", "-O", "binary", "--only-section=.nv_fatbin", str(binary), section.name],
+            capture_output=True,
+            check=False,
         )
         data = pathlib.Path(section.name).read_bytes() if done.returncode == 0 else b""
     found, at = [], 0
@@ -203,7 +252,9 @@ def ptx_of(binary: pathlib.Path) -> list[bytes]:
             if kind == 1:
                 text = data[entry + entry_header : entry + entry_header + length].split(b"\0", 1)[0]
                 target = text.find(b".target sm_") + 11
-                arch = int("".join(chr(c) for c in text[target : target + 4] if chr(c).isdigit()) or 0)
+                arch = int(
+                    "".join(chr(c) for c in text[target : target + 4] if chr(c).isdigit()) or 0
+                )
                 best.setdefault(arch, []).append(text)
             entry += entry_header + length
         if best:
@@ -215,7 +266,11 @@ def ptx_of(binary: pathlib.Path) -> list[bytes]:
 def pretranslate(binary: pathlib.Path, *, count: bool = False) -> None:
     lib = library()
     for text in ptx_of(binary):
-        target = lib.parent / "translated" / f"{fnv(text, toolchain().encode(), b'count' if count else b''):016x}.so"
+        target = (
+            lib.parent
+            / "translated"
+            / f"{fnv(text, toolchain().encode(), b'count' if count else b''):016x}.so"
+        )
         if not target.exists():
             with tempfile.NamedTemporaryFile(suffix=".ptx", dir=lib.parent) as ptx:
                 pathlib.Path(ptx.name).write_bytes(text)
@@ -245,15 +300,25 @@ def nvcc_flags(arch: str = "80") -> list[str]:
     ]
 
 
-def compile_cuda(source: pathlib.Path, target: pathlib.Path, *, arch: str = "80", extra: tuple = ()) -> pathlib.Path:
-    """One .cu to an object whose device code is plain PTX. Depends on the headers that the compiler says it read."""
+def compile_cuda(
+    source: pathlib.Path, target: pathlib.Path, *, arch: str = "80", extra: tuple = ()
+) -> pathlib.Path:
+    """One .cu to an object whose device code is plain PTX. Depends on the headers it read."""
     flags = [*nvcc_flags(arch), *extra]
     depends = target.with_suffix(".d")
     base = digest(" ".join(map(str, flags)), compiler_version(find_nvcc()))
 
     def stamp() -> str:
-        files = [pathlib.Path(p) for p in depends.read_text().split("\n")] if depends.exists() else [source]
-        own = [p for p in [source, *files] if p.exists() and not p.is_relative_to(cuda_root()) and p.parts[1] != "usr"]
+        files = (
+            [pathlib.Path(p) for p in depends.read_text().split("\n")]
+            if depends.exists()
+            else [source]
+        )
+        own = [
+            p
+            for p in [source, *files]
+            if p.exists() and not p.is_relative_to(cuda_root()) and p.parts[1] != "usr"
+        ]
         return digest(base, *sorted(set(own)))
 
     mark = target.with_name(target.name + ".stamp")
@@ -270,7 +335,9 @@ def compile_cuda(source: pathlib.Path, target: pathlib.Path, *, arch: str = "80"
     return target
 
 
-def link(target: pathlib.Path, objects: list, *, shared: bool = False, extra: tuple = ()) -> pathlib.Path:
+def link(
+    target: pathlib.Path, objects: list, *, shared: bool = False, extra: tuple = ()
+) -> pathlib.Path:
     lib = library()
     kind = ["-shared", "-Wl,-Bsymbolic"] if shared else []
     command = [CXX, *kind, *objects, *extra, lib, f"-Wl,-rpath,{lib.parent}"]
@@ -278,12 +345,16 @@ def link(target: pathlib.Path, objects: list, *, shared: bool = False, extra: tu
     return make(target, lambda out: run([*command, "-o", out]), stamp=stamp)
 
 
-def program(name: str, *, defines: tuple = (), variant: str = "", arch: str = "80", count: bool = False) -> pathlib.Path:
-    """Build programs/NAME.cu, or a variant of it (a seeded bug is the program with one macro set), ready to run."""
+def program(
+    name: str, *, defines: tuple = (), variant: str = "", arch: str = "80", count: bool = False
+) -> pathlib.Path:
+    """Build programs/NAME.cu, or a variant of it with macros of its own, ready to run."""
     source = PROGRAMS / f"{name}.cu"
     label = f"{name}-{variant}" if variant else name
     label += "" if arch == "80" else f"-sm{arch}"
-    obj = compile_cuda(source, BUILD / "programs" / f"{label}.o", arch=arch, extra=tuple(f"-D{d}" for d in defines))
+    obj = compile_cuda(
+        source, BUILD / "programs" / f"{label}.o", arch=arch, extra=tuple(f"-D{d}" for d in defines)
+    )
     binary = link(BUILD / "programs" / label, [obj])
     pretranslate(obj, count=count)
     return binary
@@ -291,7 +362,8 @@ def program(name: str, *, defines: tuple = (), variant: str = "", arch: str = "8
 
 # ---- operators of csrc/ops, for torch ----
 
-# The CUDA side of the extension: kernels, and operator code that includes torch. Both lists grow with csrc.
+# The CUDA side of the extension: kernels, and operator code that includes torch. Both grow with
+# csrc.
 KERNEL_SOURCES = ("csrc/cuda/gate_cumsum.cu", "tests/ptx_emulator/operators/reads_too_far.cu")
 OPERATOR_SOURCES = (
     "csrc/ops/schema.cpp",
@@ -304,8 +376,9 @@ EMULATED_NAMESPACE = "deltanet_ext_emulated"
 def operators() -> pathlib.Path:
     """One library that registers the CUDA operators under a namespace of its own, for CPU tensors.
 
-    The operator files are those of csrc/ops. Two things make them emulated: their namespace is renamed as they are
-    compiled, and ops/cuda_context.h is the one of operators/, which stands first in the include path.
+    The operator files are those of csrc/ops. Two things make them emulated: their namespace is
+    renamed as they are compiled, and ops/cuda_context.h is the one of operators/, which stands
+    first in the include path.
     """
     import torch
     from torch.utils import cpp_extension
@@ -318,9 +391,17 @@ def operators() -> pathlib.Path:
 
     def compile_operator(name: str) -> pathlib.Path:
         source, target = ROOT / name, BUILD / "operators" / f"{pathlib.Path(name).stem}.o"
-        own = sorted([*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cuh"), *HERE.glob("operators/**/*.h")])
+        own = sorted(
+            [
+                *(ROOT / "csrc").rglob("*.h"),
+                *(ROOT / "csrc").rglob("*.cuh"),
+                *HERE.glob("operators/**/*.h"),
+            ]
+        )
         stamp = digest(source, *own, " ".join(flags), torch.__version__, compiler_version(CXX))
-        return make(target, lambda out: run([CXX, *flags, *includes, "-c", source, "-o", out]), stamp=stamp)
+        return make(
+            target, lambda out: run([CXX, *flags, *includes, "-c", source, "-o", out]), stamp=stamp
+        )
 
     def compile_kernel(name: str) -> pathlib.Path:
         source = ROOT / name
@@ -329,11 +410,15 @@ def operators() -> pathlib.Path:
         return built
 
     library()
-    jobs = [(compile_kernel, n) for n in KERNEL_SOURCES] + [(compile_operator, n) for n in OPERATOR_SOURCES]
+    jobs = [(compile_kernel, n) for n in KERNEL_SOURCES] + [
+        (compile_operator, n) for n in OPERATOR_SOURCES
+    ]
     objects = in_parallel(lambda job: job[0](job[1]), jobs)
     torch_lib = pathlib.Path(torch.__file__).parent / "lib"
     extra = (f"-L{torch_lib}", "-ltorch", "-ltorch_cpu", "-lc10")
-    return link(BUILD / "operators" / f"lib{EMULATED_NAMESPACE}.so", objects, shared=True, extra=extra)
+    return link(
+        BUILD / "operators" / f"lib{EMULATED_NAMESPACE}.so", objects, shared=True, extra=extra
+    )
 
 
 def program_names() -> list[str]:
@@ -341,10 +426,14 @@ def program_names() -> list[str]:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("names", nargs="*")
     arguments.add_argument("--library", action="store_true")
-    arguments.add_argument("--operators", action="store_true", help="the emulated operators too (needs torch)")
+    arguments.add_argument(
+        "--operators", action="store_true", help="the emulated operators too (needs torch)"
+    )
     arguments.add_argument("--translate", nargs=2, type=pathlib.Path, metavar=("PTX", "SO"))
     arguments.add_argument("--count", action="store_true")
     options = arguments.parse_args()
@@ -357,7 +446,9 @@ def main() -> None:
     if options.operators:
         print(operators())
     if not (options.library or options.operators):
-        for binary in in_parallel(lambda n: program(n, count=options.count), options.names or program_names()):
+        for binary in in_parallel(
+            lambda n: program(n, count=options.count), options.names or program_names()
+        ):
             print(binary)
 
 

@@ -2,18 +2,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read what count mode wrote (one JSON object per launch) and print it as tables.
 
-    PTX_EMULATOR_COUNT=counts.jsonl ./program && python counts.py counts.jsonl [--sites]
+PTX_EMULATOR_COUNT=counts.jsonl ./program && python counts.py counts.jsonl [--sites]
 """
 
 import argparse
 import json
 import pathlib
 
-COLUMNS = ("kernel", "blocks", "read B", "written B", "sectors/request", "conflicts", "mma", "barriers", "instructions")
+COLUMNS = (
+    "kernel",
+    "blocks",
+    "read B",
+    "written B",
+    "sectors/request",
+    "conflicts",
+    "mma",
+    "barriers",
+    "instructions",
+)
 
 
 def load(path) -> list[dict]:
-    return [json.loads(line) for line in pathlib.Path(path).read_text().splitlines() if line.strip()]
+    return [
+        json.loads(line) for line in pathlib.Path(path).read_text().splitlines() if line.strip()
+    ]
 
 
 def short(kernel: str) -> str:
@@ -51,24 +63,30 @@ def table(rows: list[tuple], header: tuple) -> str:
     cells = [[str(c) for c in r] for r in [header, *rows]]
     widths = [max(len(r[i]) for r in cells) for i in range(len(header))]
     align = [str.ljust] + [str.rjust] * (len(header) - 1)
-    lines = ["  ".join(a(c, w) for a, c, w in zip(align, r, widths, strict=True)).rstrip() for r in cells]
+    lines = [
+        "  ".join(a(c, w) for a, c, w in zip(align, r, widths, strict=True)).rstrip() for r in cells
+    ]
     return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
 
 
 def sites(launch: dict) -> str:
     header = ("source", "kind", "requests", "bytes", "passes", "least")
-    rows = [
-        (s["source"].split(" < ")[-1] or f"PTX line {s['ptx_line']}", s["kind"], s["requests"], s["bytes"],
-         s.get("wavefronts", s.get("sectors")), s["least"])
-        for s in launch["sites"]
-    ]  # fmt: skip
+    rows = []
+    for s in launch["sites"]:
+        where = s["source"].split(" < ")[-1] or f"PTX line {s['ptx_line']}"
+        passes = s.get("wavefronts", s.get("sectors"))
+        rows.append((where, s["kind"], s["requests"], s["bytes"], passes, s["least"]))
     return table(rows, header)
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("file")
-    arguments.add_argument("--sites", action="store_true", help="also every access site of every launch")
+    arguments.add_argument(
+        "--sites", action="store_true", help="also every access site of every launch"
+    )
     options = arguments.parse_args()
     launches = load(options.file)
     print(table([row(launch) for launch in launches], COLUMNS))

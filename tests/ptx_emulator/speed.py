@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""How fast the emulator runs: PTX thread-instructions per second of processor time, and what two cores gain.
+"""How fast the emulator runs: PTX thread-instructions per second of processor time.
 
-Processor time, so that other work on the machine disturbs it little. The instructions are counted in a run of their own.
+Processor time, so that other work on the machine disturbs it little; the gain of a second core is
+on the clock. The instructions are counted in a run of their own.
 """
 
 import json
@@ -11,8 +12,9 @@ import subprocess
 import sys
 import tempfile
 
-import build
 import counts
+
+import build
 
 CASES = {
     "tile product 512^3 (mma, ldmatrix, cp.async)": ("tile_product", "512", "512", "512"),
@@ -22,16 +24,24 @@ CASES = {
 
 def execute(command: list, **settings) -> str:
     environment = os.environ | {f"PTX_EMULATOR_{k}": str(v) for k, v in settings.items()}
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, env=environment, check=True
+    )
     return done.stderr
 
 
 def measure(command: list, **settings) -> tuple[float, float]:
-    """The least of three runs: seconds of the processor, seconds on the clock, all launches together."""
+    """The least of three runs, all launches together: processor seconds, seconds on the clock."""
     runs = []
     for _ in range(3):
-        launches = [json.loads(line) for line in execute(command, TIMES=1, **settings).splitlines() if line.startswith("{")]
-        runs.append([sum(launch[key] for launch in launches) for key in ("processor_seconds", "seconds")])
+        launches = [
+            json.loads(line)
+            for line in execute(command, TIMES=1, **settings).splitlines()
+            if line.startswith("{")
+        ]
+        runs.append(
+            [sum(launch[key] for launch in launches) for key in ("processor_seconds", "seconds")]
+        )
     return tuple(min(run[i] for run in runs) for i in (0, 1))
 
 

@@ -80,23 +80,31 @@ int main() {
     cudaStreamIsCapturing(stream, &status);
     const cudaError_t end = cudaStreamEndCapture(stream, &none);
     cudaGetLastError();
-    report(name, got == want && status == cudaStreamCaptureStatusInvalidated && end == cudaErrorStreamCaptureInvalidated && !none, cudaGetErrorName(got));
+    report(name,
+           got == want && status == cudaStreamCaptureStatusInvalidated &&
+               end == cudaErrorStreamCaptureInvalidated && !none,
+           cudaGetErrorName(got));
   };
-  const cudaError_t no = cudaErrorStreamCaptureUnsupported, implicit = cudaErrorStreamCaptureImplicit;
+  const cudaError_t no = cudaErrorStreamCaptureUnsupported,
+                    implicit = cudaErrorStreamCaptureImplicit;
   refused("cudaDeviceSynchronize", no, [&] { return cudaDeviceSynchronize(); });
   refused("cudaStreamSynchronize", no, [&] { return cudaStreamSynchronize(stream); });
   refused("cudaEventSynchronize", no, [&] { return cudaEventSynchronize(event); });
   refused("cudaStreamQuery", no, [&] { return cudaStreamQuery(stream); });
   refused("cudaMalloc", no, [&] { return cudaMalloc((void**)&fresh, 64); });
   refused("cudaFree", no, [&] { return cudaFree(in.data); });
-  refused("cudaMemcpy", no, [&] { return cudaMemcpy(host.data(), out, kN * 4, cudaMemcpyDeviceToHost); });
-  refused("a copy to the host", no, [&] { return cudaMemcpyAsync(host.data(), out, kN * 4, cudaMemcpyDeviceToHost, stream); });
+  refused("cudaMemcpy", no,
+          [&] { return cudaMemcpy(host.data(), out, kN * 4, cudaMemcpyDeviceToHost); });
+  refused("a copy to the host", no, [&] {
+    return cudaMemcpyAsync(host.data(), out, kN * 4, cudaMemcpyDeviceToHost, stream);
+  });
   refused("cudaMemset", no, [&] { return cudaMemset(out, 0, 4); });
   refused("a launch on the default stream", implicit, [&] {
     scale<<<4, 256>>>(in, out, 3, kN);
     return cudaGetLastError();
   });
-  refused("a copy on the default stream", implicit, [&] { return cudaMemcpyAsync(out, in, 4, cudaMemcpyDeviceToDevice, 0); });
+  refused("a copy on the default stream", implicit,
+          [&] { return cudaMemcpyAsync(out, in, 4, cudaMemcpyDeviceToDevice, 0); });
   cudaGraph_t again = nullptr;
   const cudaError_t after = captured(
       stream,

@@ -15,7 +15,9 @@ struct Affine {
   float a, b;
 };
 struct Compose {
-  __host__ __device__ Affine operator()(const Affine& first, const Affine& then) const { return {first.a * then.a, then.a * first.b + then.b}; }
+  __host__ __device__ Affine operator()(const Affine& first, const Affine& then) const {
+    return {first.a * then.a, then.a * first.b + then.b};
+  }
 };
 struct Larger {
   __device__ float operator()(float x, float y) const { return x > y ? x : y; }
@@ -87,7 +89,8 @@ void test_scan(const char* name) {
   double total = 0, sum = 0;
   for (float x : in) total += x;
   for (int i = 0; i < kThreads; i++) want[kThreads + i] = sum, sum += in[i], want[i] = sum + total;
-  report_error("BlockScan " + std::string(name) + ", " + std::to_string(kThreads) + " threads", difference(out.host(), want), 2e-5);
+  report_error("BlockScan " + std::string(name) + ", " + std::to_string(kThreads) + " threads",
+               difference(out.host(), want), 2e-5);
 }
 template <cub::BlockScanAlgorithm kAlgorithm>
 void test_maps(const char* name) {
@@ -110,7 +113,8 @@ void test_reduce(const char* name) {
   reduce<kAlgorithm, kThreads><<<1, kThreads>>>(d, out);
   double sum = 0, largest = -1e9;
   for (float x : in) sum += x, largest = std::fmax(largest, x);
-  report_error("BlockReduce " + std::string(name) + ", " + std::to_string(kThreads) + " threads", difference(out.host(), {sum, largest}), 2e-5);
+  report_error("BlockReduce " + std::string(name) + ", " + std::to_string(kThreads) + " threads",
+               difference(out.host(), {sum, largest}), 2e-5);
 }
 template <cub::BlockLoadAlgorithm kLoad, cub::BlockStoreAlgorithm kStore>
 void test_load_store(const char* name) {
@@ -124,18 +128,27 @@ void test_load_store(const char* name) {
 }
 
 int main() {
-  test_scan<cub::BLOCK_SCAN_RAKING, 128>("raking"), test_scan<cub::BLOCK_SCAN_RAKING, 96>("raking"), test_scan<cub::BLOCK_SCAN_RAKING, 65>("raking");
-  test_scan<cub::BLOCK_SCAN_RAKING_MEMOIZE, 128>("raking memoize"), test_scan<cub::BLOCK_SCAN_WARP_SCANS, 128>("warp scans"), test_scan<cub::BLOCK_SCAN_WARP_SCANS, 64>("warp scans");
+  test_scan<cub::BLOCK_SCAN_RAKING, 128>("raking"), test_scan<cub::BLOCK_SCAN_RAKING, 96>("raking"),
+      test_scan<cub::BLOCK_SCAN_RAKING, 65>("raking");
+  test_scan<cub::BLOCK_SCAN_RAKING_MEMOIZE, 128>("raking memoize"),
+      test_scan<cub::BLOCK_SCAN_WARP_SCANS, 128>("warp scans"),
+      test_scan<cub::BLOCK_SCAN_WARP_SCANS, 64>("warp scans");
   test_maps<cub::BLOCK_SCAN_RAKING>("raking"), test_maps<cub::BLOCK_SCAN_WARP_SCANS>("warp scans");
-  test_reduce<cub::BLOCK_REDUCE_RAKING_COMMUTATIVE_ONLY, 256>("raking commutative"), test_reduce<cub::BLOCK_REDUCE_RAKING, 256>("raking");
-  test_reduce<cub::BLOCK_REDUCE_WARP_REDUCTIONS, 256>("warp reductions"), test_reduce<cub::BLOCK_REDUCE_WARP_REDUCTIONS, 72>("warp reductions");
-  test_load_store<cub::BLOCK_LOAD_DIRECT, cub::BLOCK_STORE_DIRECT>("direct"), test_load_store<cub::BLOCK_LOAD_WARP_TRANSPOSE, cub::BLOCK_STORE_WARP_TRANSPOSE>("warp transpose");
-  test_load_store<cub::BLOCK_LOAD_TRANSPOSE, cub::BLOCK_STORE_TRANSPOSE>("transpose"), test_load_store<cub::BLOCK_LOAD_STRIPED, cub::BLOCK_STORE_STRIPED>("striped");
+  test_reduce<cub::BLOCK_REDUCE_RAKING_COMMUTATIVE_ONLY, 256>("raking commutative"),
+      test_reduce<cub::BLOCK_REDUCE_RAKING, 256>("raking");
+  test_reduce<cub::BLOCK_REDUCE_WARP_REDUCTIONS, 256>("warp reductions"),
+      test_reduce<cub::BLOCK_REDUCE_WARP_REDUCTIONS, 72>("warp reductions");
+  test_load_store<cub::BLOCK_LOAD_DIRECT, cub::BLOCK_STORE_DIRECT>("direct"),
+      test_load_store<cub::BLOCK_LOAD_WARP_TRANSPOSE, cub::BLOCK_STORE_WARP_TRANSPOSE>(
+          "warp transpose");
+  test_load_store<cub::BLOCK_LOAD_TRANSPOSE, cub::BLOCK_STORE_TRANSPOSE>("transpose"),
+      test_load_store<cub::BLOCK_LOAD_STRIPED, cub::BLOCK_STORE_STRIPED>("striped");
   const auto in = numbers(128);
   Array<float> d(in), scanned(128), reduced(4);
   warps<<<1, 128>>>(d, scanned, reduced);
   std::vector<double> s(128), r(4);
   for (int i = 0; i < 128; i++) s[i] = i % 32 ? s[i - 1] + in[i - 1] : 0, r[i / 32] += in[i];
-  report_error("WarpScan", difference(scanned.host(), s), 1e-5), report_error("WarpReduce", difference(reduced.host(), r), 1e-5);
+  report_error("WarpScan", difference(scanned.host(), s), 1e-5),
+      report_error("WarpReduce", difference(reduced.host(), r), 1e-5);
   return finish();
 }

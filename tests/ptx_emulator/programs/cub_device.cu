@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// CUB's device-wide scans: blocks that hand over partial results to later blocks (decoupled look-back).
+// CUB's device-wide scans: blocks that hand over partial results to later blocks (decoupled
+// look-back).
 #include <cub/device/device_reduce.cuh>
 #include <cub/device/device_scan.cuh>
 
@@ -10,7 +11,9 @@ struct Affine {
   float a, b;
 };
 struct Compose {
-  __host__ __device__ Affine operator()(const Affine& first, const Affine& then) const { return {first.a * then.a, then.a * first.b + then.b}; }
+  __host__ __device__ Affine operator()(const Affine& first, const Affine& then) const {
+    return {first.a * then.a, then.a * first.b + then.b};
+  }
 };
 template <class Call>
 cudaError_t with_storage(Call call) {
@@ -37,15 +40,21 @@ int main(int argc, char** argv) {
   };
   double b = 0;
   for (int i = 0; i < n; i++) want[i] = b = in[i].a * b + in[i].b;
-  compare("DeviceScan of affine maps", with_storage([&](void* s, size_t& bytes) { return cub::DeviceScan::InclusiveScan(s, bytes, d.data, out.data, Compose(), n); }));
+  compare("DeviceScan of affine maps", with_storage([&](void* s, size_t& bytes) {
+            return cub::DeviceScan::InclusiveScan(s, bytes, d.data, out.data, Compose(), n);
+          }));
   for (int i = 0; i < n; i++) want[i] = b = i % run ? in[i].a * b + in[i].b : in[i].b;
-  compare("DeviceScan by key",
-          with_storage([&](void* s, size_t& bytes) { return cub::DeviceScan::InclusiveScanByKey(s, bytes, k.data, d.data, out.data, Compose(), n); }));
+  compare("DeviceScan by key", with_storage([&](void* s, size_t& bytes) {
+            return cub::DeviceScan::InclusiveScanByKey(s, bytes, k.data, d.data, out.data,
+                                                       Compose(), n);
+          }));
   const auto f = numbers(size_t(n), 9);
   Array<float> df(f), sum(1);
   double total = 0;
   for (float v : f) total += v;
-  const cudaError_t e = with_storage([&](void* s, size_t& bytes) { return cub::DeviceReduce::Sum(s, bytes, df.data, sum.data, n); });
+  const cudaError_t e = with_storage([&](void* s, size_t& bytes) {
+    return cub::DeviceReduce::Sum(s, bytes, df.data, sum.data, n);
+  });
   report_error("DeviceReduce", e ? 1e30 : std::fabs(sum.host()[0] - total), 1e-2);
   return finish();
 }

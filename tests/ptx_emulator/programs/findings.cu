@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Small kernels that are wrong in one way each, and near misses that are right: `findings NAME` runs one. What the emulator
-// must say about each stands in tests/test_ptx_emulator.py.
+// Small kernels that are wrong in one way each, and near misses that are right: `findings NAME`
+// runs one. What the emulator must say about each stands in tests/test_ptx_emulator.py.
 #include <cub/block/block_reduce.cuh>
 #include <map>
 
@@ -14,7 +14,9 @@ namespace {
 // ---- outside memory ----
 
 __global__ void store_at(float* x, long i) { x[i + threadIdx.x] = 1; }
-__global__ void load_at(const float* x, float* out, long i) { out[threadIdx.x] = x[i + threadIdx.x]; }
+__global__ void load_at(const float* x, float* out, long i) {
+  out[threadIdx.x] = x[i + threadIdx.x];
+}
 __global__ void shared_at(float* out, int i) {
   __shared__ float box[32];
   extern __shared__ float more[];
@@ -31,7 +33,9 @@ __global__ void shared_by_pointer(float* out, int i) {
 
 // ---- alignment ----
 
-__global__ void load4(const float* x, float4* out) { out[threadIdx.x] = *reinterpret_cast<const float4*>(x + 4 * threadIdx.x); }
+__global__ void load4(const float* x, float4* out) {
+  out[threadIdx.x] = *reinterpret_cast<const float4*>(x + 4 * threadIdx.x);
+}
 __global__ void shared8(float* out, int i) {
   __shared__ __align__(16) char box[512];
   *reinterpret_cast<double*>(box + 8 * threadIdx.x + i) = 1.5;
@@ -79,8 +83,10 @@ template <int kReach>
 __global__ void half_warps(float* out) {
   __shared__ float box[32];
   box[threadIdx.x] = threadIdx.x;
-  if (threadIdx.x < 16) __syncwarp(0x0000ffff);
-  else __syncwarp(0xffff0000);
+  if (threadIdx.x < 16)
+    __syncwarp(0x0000ffff);
+  else
+    __syncwarp(0xffff0000);
   out[threadIdx.x] = box[threadIdx.x ^ kReach];
 }
 // Warps 0,1 and 2,3 meet at barriers of their own. kReach 32 stays in the pair, 64 leaves it.
@@ -88,11 +94,14 @@ template <int kReach>
 __global__ void pairs_of_warps(float* out) {
   __shared__ float box[128];
   box[threadIdx.x] = threadIdx.x;
-  if (threadIdx.x < 64) BAR("bar.sync 1, 64;");
-  else BAR("bar.sync 2, 64;");
+  if (threadIdx.x < 64)
+    BAR("bar.sync 1, 64;");
+  else
+    BAR("bar.sync 2, 64;");
   out[threadIdx.x] = box[threadIdx.x ^ kReach];
 }
-// Producer and consumer warps over one buffer: "full" and "empty" barriers. Without "empty" the producer may be too early.
+// Producer and consumer warps over one buffer: "full" and "empty" barriers. Without "empty" the
+// producer may be too early.
 template <bool kEmpty>
 __global__ void producer_consumer(float* out) {
   __shared__ float box[32];
@@ -115,7 +124,9 @@ __global__ void copied_ahead(const float4* in, float4* out) {
   __shared__ float4 box[64];
   for (int i = 0; i < 2; i++) {
     const uint32_t to = (uint32_t)__cvta_generic_to_shared(&box[threadIdx.x + 32 * i]);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(in + threadIdx.x + 32 * i) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to),
+                 "l"(in + threadIdx.x + 32 * i)
+                 : "memory");
     BAR("cp.async.commit_group;");
   }
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -123,10 +134,12 @@ __global__ void copied_ahead(const float4* in, float4* out) {
   out[threadIdx.x] = box[threadIdx.x + 32];
 }
 template <bool kSync>
-__global__ void copied_by_others(const float4* in, float4* out) {  // waiting is not enough: others must have waited too
+__global__ void copied_by_others(
+    const float4* in, float4* out) {  // waiting is not enough: others must have waited too
   __shared__ float4 box[64];
   const uint32_t to = (uint32_t)__cvta_generic_to_shared(&box[threadIdx.x]);
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(in + threadIdx.x) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(in + threadIdx.x)
+               : "memory");
   asm volatile("cp.async.wait_all;" ::: "memory");
   if (kSync) __syncthreads();
   out[threadIdx.x] = box[threadIdx.x ^ 32];
@@ -148,8 +161,10 @@ __global__ void bytes_of_a_word(unsigned* out) {  // no race: each thread has it
 }
 __global__ void bytes_overlap(unsigned* out) {
   __shared__ __align__(4) unsigned short box[65];
-  if (threadIdx.x < 32) box[threadIdx.x] = 1;
-  else reinterpret_cast<unsigned char*>(box)[2 * (threadIdx.x - 32) + 1] = 2;
+  if (threadIdx.x < 32)
+    box[threadIdx.x] = 1;
+  else
+    reinterpret_cast<unsigned char*>(box)[2 * (threadIdx.x - 32) + 1] = 2;
   __syncthreads();
   out[threadIdx.x] = box[threadIdx.x % 32];
 }
@@ -158,24 +173,34 @@ __global__ void shared_counter(int* out) {
   __shared__ int count;
   if (threadIdx.x == 0) count = 0;
   __syncthreads();
-  if (kAtomic) atomicAdd(&count, 1);
-  else count = count + 1;
+  if (kAtomic)
+    atomicAdd(&count, 1);
+  else
+    count = count + 1;
   __syncthreads();
   out[threadIdx.x] = count;
 }
 
 // ---- races in global memory ----
 
-__global__ void same_place(float* x, bool apart) { x[apart ? blockIdx.x * 32 + threadIdx.x : threadIdx.x] = blockIdx.x; }
-__global__ void read_of_another_block(float* x) {
-  if (blockIdx.x == 0) x[threadIdx.x] = 1;
-  else x[32 + threadIdx.x] = x[threadIdx.x] + 1;
+__global__ void same_place(float* x, bool apart) {
+  x[apart ? blockIdx.x * 32 + threadIdx.x : threadIdx.x] = blockIdx.x;
 }
-__global__ void halves_of_a_word(unsigned short* x) { x[threadIdx.x * 2 + blockIdx.x] = (unsigned short)blockIdx.x; }
+__global__ void read_of_another_block(float* x) {
+  if (blockIdx.x == 0)
+    x[threadIdx.x] = 1;
+  else
+    x[32 + threadIdx.x] = x[threadIdx.x] + 1;
+}
+__global__ void halves_of_a_word(unsigned short* x) {
+  x[threadIdx.x * 2 + blockIdx.x] = (unsigned short)blockIdx.x;
+}
 template <bool kAtomic>
 __global__ void counter(int* x) {
-  if (kAtomic) atomicAdd(x, 1);
-  else x[0] = x[0] + 1;
+  if (kAtomic)
+    atomicAdd(x, 1);
+  else
+    x[0] = x[0] + 1;
 }
 // Each block leaves a partial sum; the last one to finish adds them up.
 template <bool kFence>
@@ -301,8 +326,10 @@ __global__ void odd_count(float* out) {
   out[threadIdx.x] = 1;
 }
 __global__ void counts_differ(float* out) {
-  if (threadIdx.x < 32) BAR("bar.sync 1, 64;");
-  else BAR("bar.sync 1, 96;");
+  if (threadIdx.x < 32)
+    BAR("bar.sync 1, 64;");
+  else
+    BAR("bar.sync 1, 96;");
   out[threadIdx.x] = 1;
 }
 __global__ void nobody_comes(float* out) {
@@ -311,14 +338,18 @@ __global__ void nobody_comes(float* out) {
 }
 __global__ void shuffles_apart(int* out) {
   int v = threadIdx.x;
-  if (threadIdx.x < 16) v = __shfl_sync(~0u, v, 0) + 1;
-  else v = __shfl_down_sync(~0u, v, 1);
+  if (threadIdx.x < 16)
+    v = __shfl_sync(~0u, v, 0) + 1;
+  else
+    v = __shfl_down_sync(~0u, v, 1);
   out[threadIdx.x] = v;
 }
 __global__ void shuffles_of_halves(int* out) {
   int v = threadIdx.x;
-  if (threadIdx.x < 16) v = __shfl_sync(0xffff, v, 0) + 1;
-  else v = __shfl_down_sync(0xffff0000, v, 1);
+  if (threadIdx.x < 16)
+    v = __shfl_sync(0xffff, v, 0) + 1;
+  else
+    v = __shfl_down_sync(0xffff0000, v, 1);
   out[threadIdx.x] = v;
 }
 __global__ void not_in_the_mask(int* out) {
@@ -354,20 +385,26 @@ int main(int argc, char** argv) {
   const float4* x4 = reinterpret_cast<const float4*>(x.data);
   float4* y4 = reinterpret_cast<float4*>(y.data);
   std::map<std::string, void (*)(float*, float*, int*, unsigned*, const float4*, float4*)> all;
-#define RUN(NAME, ...) \
-  all[#NAME] = [](float* x, float* y, int* n, unsigned* u, const float4* x4, float4* y4) { (void)x, (void)y, (void)n, (void)u, (void)x4, (void)y4; __VA_ARGS__; }
+#define RUN(NAME, ...)                                                                     \
+  all[#NAME] = [](float* x, float* y, int* n, unsigned* u, const float4* x4, float4* y4) { \
+    (void)x, (void)y, (void)n, (void)u, (void)x4, (void)y4;                                \
+    __VA_ARGS__;                                                                           \
+  }
   RUN(store_past_the_end, store_at<<<1, 32>>>(x, 970));
   RUN(store_to_the_end, store_at<<<1, 32>>>(x, 969));
   RUN(store_before_the_start, store_at<<<1, 32>>>(x, -1));
   RUN(load_far_away, load_at<<<1, 32>>>(x, y, 1l << 30));
   RUN(load_of_the_end, load_at<<<1, 32>>>(x, y, 969));
   RUN(load_of_host_memory, std::vector<float> h(32); load_at<<<1, 32>>>(h.data(), y, 0));
-  RUN(load_after_free, float* p; cudaMalloc(&p, 128); cudaMemset(p, 0, 128); cudaFree(p); load_at<<<1, 32>>>(p, y, 0));
+  RUN(load_after_free, float* p; cudaMalloc(&p, 128); cudaMemset(p, 0, 128); cudaFree(p);
+      load_at<<<1, 32>>>(p, y, 0));
   RUN(shared_past_the_end, shared_at<<<1, 32, 128>>>(x, 1));
   RUN(shared_to_the_end, shared_at<<<1, 32, 128>>>(x, 0));
   RUN(shared_pointer_past_the_end, shared_by_pointer<<<1, 32>>>(x, 1));
-  RUN(constant_written, float* p; cudaGetSymbolAddress((void**)&p, fixed); store_at<<<1, 32>>>(p, 0));
-  RUN(variable_written, float* p; cudaGetSymbolAddress((void**)&p, variable); store_at<<<1, 32>>>(p, 0));
+  RUN(constant_written, float* p; cudaGetSymbolAddress((void**)&p, fixed);
+      store_at<<<1, 32>>>(p, 0));
+  RUN(variable_written, float* p; cudaGetSymbolAddress((void**)&p, variable);
+      store_at<<<1, 32>>>(p, 0));
   RUN(load4_misaligned, load4<<<1, 32>>>(x + 1, y4));
   RUN(load4_aligned, load4<<<1, 32>>>(x + 4, y4));
   RUN(shared8_misaligned, shared8<<<1, 32>>>(x, 4));
@@ -404,7 +441,8 @@ int main(int argc, char** argv) {
   RUN(counter_plain, counter<false><<<4, 1>>>(n));
   RUN(counter_atomic, counter<true><<<4, 32>>>(n));
   RUN(last_block_without_fence, last_block<false><<<4, 32>>>(x, u, y));
-  RUN(last_block_with_fence, last_block<true><<<4, 32>>>(x, u, y); last_block<true><<<4, 32>>>(x, u, y));
+  RUN(last_block_with_fence, last_block<true><<<4, 32>>>(x, u, y);
+      last_block<true><<<4, 32>>>(x, u, y));
   RUN(flag_without_fence, flag<false><<<2, 32>>>(x, n));
   RUN(flag_with_fence, flag<true><<<2, 32>>>(x, n));
   RUN(flag_that_nobody_sets, waits_for_nobody<<<1, 32>>>(n));
@@ -415,10 +453,13 @@ int main(int argc, char** argv) {
   RUN(shared_all_written, shared_unwritten<<<1, 64>>>(x, 64));
   RUN(half_a_word_written, half_word<<<1, 64>>>(u));
   RUN(global_never_written, Array<float> fresh(64); copy_of<<<1, 64>>>(fresh, y));
-  RUN(global_copied_unwritten, Array<float> fresh(64), to(64); cudaMemcpy(to, fresh, 256, cudaMemcpyDeviceToDevice); copy_of<<<1, 64>>>(to, y));
-  RUN(global_partly_set, Array<float> fresh(64); cudaMemset(fresh, 0, 252); copy_of<<<1, 64>>>(fresh, y));
+  RUN(global_copied_unwritten, Array<float> fresh(64), to(64);
+      cudaMemcpy(to, fresh, 256, cudaMemcpyDeviceToDevice); copy_of<<<1, 64>>>(to, y));
+  RUN(global_partly_set, Array<float> fresh(64); cudaMemset(fresh, 0, 252);
+      copy_of<<<1, 64>>>(fresh, y));
   RUN(global_set, Array<float> fresh(64); cudaMemset(fresh, 0, 256); copy_of<<<1, 64>>>(fresh, y));
-  RUN(global_written_by_a_kernel, Array<float> fresh(64); copy_of<<<1, 64>>>(x, fresh); copy_of<<<1, 64>>>(fresh, y));
+  RUN(global_written_by_a_kernel, Array<float> fresh(64); copy_of<<<1, 64>>>(x, fresh);
+      copy_of<<<1, 64>>>(fresh, y));
   RUN(lanes_at_different_barriers, lanes_apart<<<1, 128>>>(x));
   RUN(warps_at_different_barriers, warps_apart<<<1, 128>>>(x));
   RUN(roles_at_one_named_barrier, roles_apart<<<1, 128>>>(x));

@@ -1,18 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-// cp.async: sizes, zero fill, groups, and a double-buffered pipeline that must hold however late or early the copies land.
+// cp.async: sizes, zero fill, groups, and a double-buffered pipeline that must hold however late or
+// early the copies land.
 #include "testing.cuh"
 using namespace testing;
 
 template <int kBytes>
 __device__ void copy(void* to, const void* from, int valid) {
   const uint32_t address = (uint32_t)__cvta_generic_to_shared(to);
-  if constexpr (kBytes == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(valid) : "memory");
-  if constexpr (kBytes == 8) asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(address), "l"(from), "r"(valid) : "memory");
-  if constexpr (kBytes == 4) asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(from), "r"(valid) : "memory");
+  if constexpr (kBytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from),
+                 "r"(valid)
+                 : "memory");
+  if constexpr (kBytes == 8)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(address), "l"(from),
+                 "r"(valid)
+                 : "memory");
+  if constexpr (kBytes == 4)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(from),
+                 "r"(valid)
+                 : "memory");
 }
 __device__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
-__device__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory"); }
+__device__ void wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
 
 template <int kBytes>
 __global__ void sizes(const unsigned char* in, unsigned char* out, int valid) {
@@ -30,9 +42,11 @@ void test_size() {
   for (int valid : {kBytes, kBytes / 2, 0}) {
     Array<unsigned char> out(in.size());
     sizes<kBytes><<<1, 32>>>(d, out, valid);
-    for (size_t i = 0; i < in.size(); i++) ok &= out.host()[i] == (int(i % kBytes) < valid ? in[i] : 0);
+    for (size_t i = 0; i < in.size(); i++)
+      ok &= out.host()[i] == (int(i % kBytes) < valid ? in[i] : 0);
   }
-  report("cp.async of " + std::to_string(kBytes) + " bytes, with zero fill", ok && cudaGetLastError() == cudaSuccess);
+  report("cp.async of " + std::to_string(kBytes) + " bytes, with zero fill",
+         ok && cudaGetLastError() == cudaSuccess);
 }
 
 // Sums rows of `in`, each copied a step ahead into one of two buffers.

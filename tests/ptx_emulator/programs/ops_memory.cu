@@ -5,11 +5,14 @@ using namespace testing;
 
 // ---- widths ----
 
-__global__ void widths(const signed char* bytes, const short* shorts, const float4* quads, const double2* pairs, long long* out) {
+__global__ void widths(const signed char* bytes, const short* shorts, const float4* quads,
+                       const double2* pairs, long long* out) {
   const int t = threadIdx.x;
   const float4 q = quads[t];
   const double2 p = pairs[t];
-  out[t] = bytes[t] * 1000000ll + shorts[t] * 10ll + (long long)(q.x + 2 * q.y + 3 * q.z + 4 * q.w) + (long long)(p.x - p.y) + (unsigned char)bytes[t];
+  out[t] = bytes[t] * 1000000ll + shorts[t] * 10ll +
+           (long long)(q.x + 2 * q.y + 3 * q.z + 4 * q.w) + (long long)(p.x - p.y) +
+           (unsigned char)bytes[t];
 }
 __global__ void narrow_stores(unsigned char* bytes, unsigned short* shorts, uchar4* quads) {
   const int t = threadIdx.x;
@@ -25,8 +28,10 @@ static void test_widths() {
   std::vector<double2> p(n);
   std::vector<long long> want(n);
   for (int i = 0; i < n; i++) {
-    b[i] = (signed char)(i * 37), s[i] = short(i * 4099), q[i] = make_float4(i, i + 1, i + 2, i + 3), p[i] = make_double2(i * 1e6, i);
-    want[i] = b[i] * 1000000ll + s[i] * 10ll + (i + 2 * (i + 1) + 3 * (i + 2) + 4 * (i + 3)) + (long long)(i * 1e6 - i) + (unsigned char)b[i];
+    b[i] = (signed char)(i * 37), s[i] = short(i * 4099),
+    q[i] = make_float4(i, i + 1, i + 2, i + 3), p[i] = make_double2(i * 1e6, i);
+    want[i] = b[i] * 1000000ll + s[i] * 10ll + (i + 2 * (i + 1) + 3 * (i + 2) + 4 * (i + 3)) +
+              (long long)(i * 1e6 - i) + (unsigned char)b[i];
   }
   Array<signed char> db(b);
   Array<short> ds(s);
@@ -42,7 +47,8 @@ static void test_widths() {
   bool ok = true;
   for (int i = 0; i < n; i++) {
     const uchar4 v = wq.host()[i];
-    ok &= wb.host()[i] == (unsigned char)(i * 77) && ws.host()[i] == (unsigned short)(i * 7777) && v.x == i && v.w == i + 3;
+    ok &= wb.host()[i] == (unsigned char)(i * 77) && ws.host()[i] == (unsigned short)(i * 7777) &&
+          v.x == i && v.w == i + 3;
   }
   report("st of 1, 2, 4x1 bytes", ok);
 }
@@ -77,9 +83,11 @@ static void test_many_atomics() {
   const auto hi = i.host();
   const auto hu = u.host();
   const auto hl = l.host();
-  report("atom.add/min/max/sub.s32, exch", hi[0] == 255 * 128 && hi[1] == 31 && hi[2] == -32 && hi[3] == -256 && hi[4] == 55 && hu[7] == 44);
+  report("atom.add/min/max/sub.s32, exch", hi[0] == 255 * 128 && hi[1] == 31 && hi[2] == -32 &&
+                                               hi[3] == -256 && hi[4] == 55 && hu[7] == 44);
   report("atom.and/or/xor.b32", hu[0] == ~0u && hu[1] == 0xffff0000u && hu[2] == 0);
-  report("atom.inc/dec/max.u32", hu[3] == 256 % 10 && hu[4] == (10 - 256 % 10) % 10 && hu[5] == 0x800000ffu);
+  report("atom.inc/dec/max.u32",
+         hu[3] == 256 % 10 && hu[4] == (10 - 256 % 10) % 10 && hu[5] == 0x800000ffu);
   report("atom.add/min.u64", hl[0] == 256ull << 33 && hl[1] == 745);
   report("atom.add.f32/f64", f.host()[0] == 128 && d.host()[0] == 64);
 }
@@ -110,15 +118,24 @@ __device__ __noinline__ float pick_local(const float* values, int i) {
 __device__ __noinline__ int factorial(int n) { return n < 2 ? 1 : n * factorial(n - 1); }
 __device__ __noinline__ int by_switch(int x) {
   switch (x) {
-    case 0: return 11;
-    case 1: return x * 22 + int(threadIdx.x);
-    case 2: return 33 - x;
-    case 3: return 44 ^ x;
-    case 4: return 55 + counter;
-    case 5: return 66;
-    case 6: return 77 / (x + 1);
-    case 7: return int(threadIdx.x) * 8;
-    default: return -1;
+    case 0:
+      return 11;
+    case 1:
+      return x * 22 + int(threadIdx.x);
+    case 2:
+      return 33 - x;
+    case 3:
+      return 44 ^ x;
+    case 4:
+      return 55 + counter;
+    case 5:
+      return 66;
+    case 6:
+      return 77 / (x + 1);
+    case 7:
+      return int(threadIdx.x) * 8;
+    default:
+      return -1;
   }
 }
 struct Big {
@@ -133,7 +150,8 @@ __global__ void spaces(float* out, const __grid_constant__ Big big, int* counts)
   if (!(t & 1)) scratch_pointer[t] = 100 + t;
   out[t] = *generic + pick_local(&dynamic[t & 24], t);
   counts[t] = factorial(t % 8) + by_switch(t % 10) + big.values[t % 40];
-  if (t == 3) printf("thread %d of %u: %.2f %s %lld %%\n", t, blockDim.x, table[1], "text", 1ll << 40);
+  if (t == 3)
+    printf("thread %d of %u: %.2f %s %lld %%\n", t, blockDim.x, table[1], "text", 1ll << 40);
 }
 static void test_spaces() {
   Big big;
@@ -147,7 +165,8 @@ static void test_spaces() {
   bool ok = true, calls = true;
   const int factorials[] = {1, 1, 2, 6, 24, 120, 720, 5040};
   for (int t = 0; t < 64; t++) {
-    const float want = (t & 1 ? tab[(t ^ 1) & 3] : 100 + t) + 2 * tab[((t & 24) + ((t * 5) & 7)) & 3];
+    const float want =
+        (t & 1 ? tab[(t ^ 1) & 3] : 100 + t) + 2 * tab[((t & 24) + ((t * 5) & 7)) & 3];
     ok &= out.host()[t] == want;
     const int s[] = {11, 22 + t, 31, 47, 62, 66, 11, t * 8, -1, -1};
     calls &= counts.host()[t] == factorials[t % 8] + s[t % 10] + t % 40 * 1000;
@@ -161,7 +180,8 @@ static void test_spaces() {
 __global__ void several_blocks(uint3* out) {
   const int b = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
   const int t = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
-  out[b * blockDim.x * blockDim.y * blockDim.z + t] = make_uint3(blockIdx.y, threadIdx.z, threadIdx.x + 10 * threadIdx.y);
+  out[b * blockDim.x * blockDim.y * blockDim.z + t] =
+      make_uint3(blockIdx.y, threadIdx.z, threadIdx.x + 10 * threadIdx.y);
 }
 
 int main() {
@@ -175,7 +195,8 @@ int main() {
   several_blocks<<<dim3(3, 4, 2), dim3(5, 3, 2)>>>(grid);
   const auto g = grid.host();
   bool ok = true;
-  for (size_t i = 0; i < g.size(); i++) ok &= g[i].x == i / 30 / 3 % 4 && g[i].y == i % 30 / 15 && g[i].z == i % 5 + 10 * (i % 15 / 5);
+  for (size_t i = 0; i < g.size(); i++)
+    ok &= g[i].x == i / 30 / 3 % 4 && g[i].y == i % 30 / 15 && g[i].z == i % 5 + 10 * (i % 15 / 5);
   report("grids and blocks of three extents", ok);
   return finish();
 }

@@ -40,14 +40,17 @@ static void test_shuffles() {
 __global__ void votes(const int* in, unsigned* out) {
   const int t = threadIdx.x, v = in[t];
   out[t] = __ballot_sync(~0u, v > 3);
-  out[32 + t] = __any_sync(~0u, v > 6) | __all_sync(~0u, v >= 0) << 1 | __any_sync(~0u, v > 99) << 2 | __all_sync(~0u, v > 3) << 3 | __uni_sync(~0u, v > 3) << 4 |
-                __uni_sync(~0u, v < 99) << 5;
+  out[32 + t] = __any_sync(~0u, v > 6) | __all_sync(~0u, v >= 0) << 1 |
+                __any_sync(~0u, v > 99) << 2 | __all_sync(~0u, v > 3) << 3 |
+                __uni_sync(~0u, v > 3) << 4 | __uni_sync(~0u, v < 99) << 5;
   out[64 + t] = __match_any_sync(~0u, v);
   int same = 0;
   out[96 + t] = __match_all_sync(~0u, v / 100, &same) + same;
   out[128 + t] = __match_any_sync(~0u, (unsigned long long)v << 40);
-  if (t < 11) out[160 + t] = __ballot_sync(0x7ff, v & 1);
-  else out[160 + t] = __ballot_sync(~0x7ffu, v & 1);
+  if (t < 11)
+    out[160 + t] = __ballot_sync(0x7ff, v & 1);
+  else
+    out[160 + t] = __ballot_sync(~0x7ffu, v & 1);
 }
 static void test_votes() {
   std::vector<int> in(32);
@@ -62,17 +65,25 @@ static void test_votes() {
   for (int t = 0; t < 32; t++) {
     unsigned same = 0;
     for (int i = 0; i < 32; i++) same |= unsigned(in[i] == in[t]) << i;
-    b &= r[t] == ballot, v &= r[32 + t] == (1 | 2 | 32), m &= r[64 + t] == same, all &= r[96 + t] == 0xffffffffu + 1, wide &= r[128 + t] == same;
+    b &= r[t] == ballot, v &= r[32 + t] == (1 | 2 | 32), m &= r[64 + t] == same,
+        all &= r[96 + t] == 0xffffffffu + 1, wide &= r[128 + t] == same;
     part &= r[160 + t] == (t < 11 ? odd & 0x7ff : odd & ~0x7ffu);
   }
-  report("vote.ballot", b), report("vote.any/all/uni", v), report("match.any.b32", m), report("match.all", all), report("match.any.b64", wide);
+  report("vote.ballot", b), report("vote.any/all/uni", v), report("match.any.b32", m),
+      report("match.all", all), report("match.any.b64", wide);
   report("collectives of two parts of a warp", part);
 }
 
 __global__ void reductions(const unsigned* in, unsigned* out) {
   const unsigned v = in[threadIdx.x];
-  unsigned r[] = {__reduce_add_sync(~0u, v),  __reduce_min_sync(~0u, v), __reduce_max_sync(~0u, v),           __reduce_and_sync(~0u, v),
-                  __reduce_or_sync(~0u, v),   __reduce_xor_sync(~0u, v), (unsigned)__reduce_min_sync(~0u, (int)v), (unsigned)__reduce_max_sync(~0u, (int)v)};
+  unsigned r[] = {__reduce_add_sync(~0u, v),
+                  __reduce_min_sync(~0u, v),
+                  __reduce_max_sync(~0u, v),
+                  __reduce_and_sync(~0u, v),
+                  __reduce_or_sync(~0u, v),
+                  __reduce_xor_sync(~0u, v),
+                  (unsigned)__reduce_min_sync(~0u, (int)v),
+                  (unsigned)__reduce_max_sync(~0u, (int)v)};
   for (int i = 0; i < 8; i++) out[i * 32 + threadIdx.x] = r[i];
 }
 static void test_reductions() {
@@ -92,7 +103,8 @@ static void test_reductions() {
 
 __global__ void block_votes(const int* in, int* out) {
   const int v = in[threadIdx.x];
-  const int count = __syncthreads_count(v > 3), all = __syncthreads_and(v >= 0), any = __syncthreads_or(v > 6), none = __syncthreads_or(v > 99);
+  const int count = __syncthreads_count(v > 3), all = __syncthreads_and(v >= 0),
+            any = __syncthreads_or(v > 6), none = __syncthreads_or(v > 99);
   out[threadIdx.x] = count + 1000 * all + 10000 * any + 100000 * none;
 }
 __global__ void named_barriers(int* out) {
@@ -122,7 +134,8 @@ __global__ void groups(const int* in, int* out) {
   auto warp = cg::tiled_partition<32>(block);
   const int largest = cg::reduce(warp, in[block.thread_rank()], cg::greater<int>());
   const unsigned ballot = tile.ballot(in[block.thread_rank()] & 1);
-  out[block.thread_rank()] = sum * 1000 + largest + int(ballot) * 1000000 + tile.meta_group_rank() * 0;
+  out[block.thread_rank()] =
+      sum * 1000 + largest + int(ballot) * 1000000 + tile.meta_group_rank() * 0;
 }
 static void test_groups() {
   std::vector<int> in(128);
@@ -132,7 +145,8 @@ static void test_groups() {
   bool ok = true;
   for (int t = 0; t < 128; t++) {
     int sum = 0, largest = 0, ballot = 0;
-    for (int i = 0; i < 8; i++) sum += in[127 - (t / 8 * 8 + i)], ballot |= (in[t / 8 * 8 + i] & 1) << i;
+    for (int i = 0; i < 8; i++)
+      sum += in[127 - (t / 8 * 8 + i)], ballot |= (in[t / 8 * 8 + i] & 1) << i;
     for (int i = 0; i < 32; i++) largest = std::max(largest, in[t / 32 * 32 + i]);
     ok &= out.host()[t] == sum * 1000 + largest + ballot * 1000000;
   }

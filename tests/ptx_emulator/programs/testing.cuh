@@ -16,7 +16,8 @@ namespace testing {
 inline int failures = 0;
 
 inline void report(const std::string& name, bool ok, const std::string& detail = "") {
-  std::printf("%s %s%s%s\n", ok ? "ok" : "FAIL", name.c_str(), detail.empty() ? "" : ": ", detail.c_str());
+  std::printf("%s %s%s%s\n", ok ? "ok" : "FAIL", name.c_str(), detail.empty() ? "" : ": ",
+              detail.c_str());
   failures += !ok;
 }
 inline void report_error(const std::string& name, double error, double tolerance) {
@@ -36,7 +37,9 @@ struct Array {
   T* data = nullptr;
   size_t size;
   explicit Array(size_t n) : size(n) { cudaMalloc(&data, n * sizeof(T)); }
-  explicit Array(const std::vector<T>& v) : Array(v.size()) { cudaMemcpy(data, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice); }
+  explicit Array(const std::vector<T>& v) : Array(v.size()) {
+    cudaMemcpy(data, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice);
+  }
   ~Array() { cudaFree(data); }
   Array(const Array&) = delete;
   operator T*() const { return data; }

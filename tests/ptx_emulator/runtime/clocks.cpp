@@ -63,7 +63,8 @@ void clocks_start(Block* b) {
   }
 }
 
-// A fence of one thread, a barrier, a release by another thread: what the fence made visible comes along.
+// A fence of one thread, a barrier, a release by another thread: what the fence made visible comes
+// along.
 template <class Each>
 static void share_fences(Block* b, Each each) {
   Knowledge* joined = nullptr;
@@ -83,7 +84,8 @@ void meet_warp(Thread** warp, uint32_t mask) {
   const uint32_t tick = ++b->tick;
   // Nobody else holds what these lanes share: it can be brought up to date in place.
   bool same = first->known && first->known->references == __builtin_popcount(mask);
-  for (uint32_t m = mask; m && same; m &= m - 1) same = warp[__builtin_ctz(m)]->known == first->known;
+  for (uint32_t m = mask; m && same; m &= m - 1)
+    same = warp[__builtin_ctz(m)]->known == first->known;
   Knowledge* joined = same ? first->known : new Knowledge;
   if (!same) {
     const Knowledge* last = nullptr;
@@ -118,7 +120,8 @@ void meet_block(Block* b) {
   for (Thread* t : b->thread) {
     if (t->known) {
       for (Published* p : t->known->foreign)
-        if (std::find(b->foreign.begin(), b->foreign.end(), p) == b->foreign.end()) b->foreign.push_back(p);
+        if (std::find(b->foreign.begin(), b->foreign.end(), p) == b->foreign.end())
+          b->foreign.push_back(p);
       forget(t->known);
     }
     t->now = now;
@@ -161,7 +164,8 @@ static Knowledge* snapshot(Thread* t) {
   k->floor = b->floor;
   if (t->known) k->join(*t->known, b->floor);
   for (Published* p : b->foreign)
-    if (std::find(k->foreign.begin(), k->foreign.end(), p) == k->foreign.end()) k->foreign.push_back(p);
+    if (std::find(k->foreign.begin(), k->foreign.end(), p) == k->foreign.end())
+      k->foreign.push_back(p);
   k->learn(t->index, t->now);
   t->now = ++b->tick;
   return k;
@@ -180,14 +184,16 @@ struct Shard {
 Shard shards[64];
 }  // namespace
 
-void acquire_and_release(Thread* t, uint64_t address, bool acquires, bool writes, bool updates, bool release) {
+void acquire_and_release(Thread* t, uint64_t address, bool acquires, bool writes, bool updates,
+                         bool release) {
   address &= ~uint64_t(3);
   Shard& shard = shards[(address >> 2) % 64];
   std::lock_guard<std::mutex> lock(shard.mutex);
   auto found = shard.held.find(address);
   Published* held = found == shard.held.end() ? nullptr : found->second;
   if (acquires && held) {
-    const bool new_here = !t->known || t->known->foreign.empty() || t->known->foreign.back() != held;
+    const bool new_here =
+        !t->known || t->known->foreign.empty() || t->known->foreign.back() != held;
     if (new_here) {
       Knowledge* k = new Knowledge;
       if (t->known) k->join(*t->known, t->block->floor);
@@ -211,15 +217,19 @@ void acquire_and_release(Thread* t, uint64_t address, bool acquires, bool writes
     if (!updates) shard.held.erase(address);
     return;
   }
-  shard.all.push_back(std::make_unique<Published>(Published{t->block->serial, *known, updates ? held : nullptr}));
+  shard.all.push_back(
+      std::make_unique<Published>(Published{t->block->serial, *known, updates ? held : nullptr}));
   shard.held[address] = shard.all.back().get();
   forget(known);
 }
 
-bool knows_foreign(const Thread* t) { return !t->block->foreign.empty() || (t->known && !t->known->foreign.empty()); }
+bool knows_foreign(const Thread* t) {
+  return !t->block->foreign.empty() || (t->known && !t->known->foreign.empty());
+}
 
 // Whether one of these, or what they in turn acquired, covers the access.
-static bool reaches(std::vector<const Published*> todo, uint32_t block, uint32_t thread, uint32_t time) {
+static bool reaches(std::vector<const Published*> todo, uint32_t block, uint32_t thread,
+                    uint32_t time) {
   std::unordered_set<const Published*> seen;
   while (!todo.empty()) {
     const Published* p = todo.back();

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Happens-before, kept as vector clocks over the threads of a block and hand-offs between blocks.
 //
-// Every thread has a time of its own (`now`), which moves on whenever it synchronises. A thread *knows* an access (thread u,
-// time s) when some chain of barriers, __syncwarp or release/acquire leads from it to here. A barrier of the whole block makes
-// all that happened known to all: `Block::floor`. Between such barriers, what a thread knows is a Knowledge: times of single
-// lanes, warp by warp, and what other blocks have handed over.
+// Every thread has a time of its own (`now`), which moves on whenever it synchronises. A thread
+// *knows* an access (thread u, time s) when some chain of barriers, __syncwarp or release/acquire
+// leads from it to here. A barrier of the whole block makes all that happened known to all:
+// `Block::floor`. Between such barriers, what a thread knows is a Knowledge: times of single lanes,
+// warp by warp, and what other blocks have handed over.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -42,12 +43,14 @@ void forget(Knowledge*& known);
 void share(Knowledge*& to, Knowledge* from);
 
 void clocks_start(Block*);
-void meet_warp(Thread** warp, uint32_t mask);                                // __syncwarp
-void meet_block(Block*);                                                      // a barrier of all threads
-void meet_some(Block*, const std::vector<Thread*>& waiting, Knowledge*& brought);  // a barrier of some
-void arrive(Thread*, Knowledge*& brought);                                    // bar.arrive
+void meet_warp(Thread** warp, uint32_t mask);  // __syncwarp
+void meet_block(Block*);                       // a barrier of all threads
+void meet_some(Block*, const std::vector<Thread*>& waiting,
+               Knowledge*& brought);        // a barrier of some
+void arrive(Thread*, Knowledge*& brought);  // bar.arrive
 void fence(Thread*);
-void acquire_and_release(Thread*, uint64_t address, bool acquires, bool writes, bool updates, bool release);
+void acquire_and_release(Thread*, uint64_t address, bool acquires, bool writes, bool updates,
+                         bool release);
 bool foreign_known(const Thread*, uint32_t block, uint32_t thread, uint32_t time);
 bool knows_foreign(const Thread*);
 void clocks_end_launch();

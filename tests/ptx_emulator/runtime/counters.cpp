@@ -11,21 +11,26 @@
 
 namespace ptx {
 
-static const char* const kTrafficName[] = {"global_load", "global_store", "shared_load", "shared_store", "matrix", "async_global", "async_shared",
-                                           "global_atomic", "shared_atomic"};
-static const char* const kClassName[] = {"integer", "float32", "float64", "half", "special", "convert", "move", "control", "parameter", "local",
-                                         "global_load", "global_store", "shared_load", "shared_store", "matrix_load", "async_copy", "atomic",
-                                         "mma", "collective", "barrier", "fence"};
+static const char* const kTrafficName[] = {"global_load",  "global_store",  "shared_load",
+                                           "shared_store", "matrix",        "async_global",
+                                           "async_shared", "global_atomic", "shared_atomic"};
+static const char* const kClassName[] = {
+    "integer",     "float32",      "float64",     "half",       "special",     "convert",
+    "move",        "control",      "parameter",   "local",      "global_load", "global_store",
+    "shared_load", "shared_store", "matrix_load", "async_copy", "atomic",      "mma",
+    "collective",  "barrier",      "fence"};
 static_assert(std::size(kTrafficName) == kTraffics && std::size(kClassName) == kInstructionClasses);
 
 static bool in_shared(int traffic) {
-  return traffic == kFromShared || traffic == kToShared || traffic == kMatrixTraffic || traffic == kAsyncToShared || traffic == kAtomicShared;
+  return traffic == kFromShared || traffic == kToShared || traffic == kMatrixTraffic ||
+         traffic == kAsyncToShared || traffic == kAtomicShared;
 }
 
 void Counts::add(const Counts& other) {
   for (auto& [key, x] : other.sites) {
     SiteTotals& mine = sites[key];
-    mine.requests += x.requests, mine.bytes += x.bytes, mine.passes += x.passes, mine.least += x.least;
+    mine.requests += x.requests, mine.bytes += x.bytes, mine.passes += x.passes,
+        mine.least += x.least;
   }
   for (auto& [name, n] : other.matrix) matrix[name] += n;
   barriers += other.barriers;
@@ -48,7 +53,8 @@ void log_access(Thread* t, int site, Traffic traffic, uint64_t address, uint32_t
 static uint64_t bank_passes(const std::vector<LoggedAccess>& accesses) {
   std::vector<uint64_t> words;
   for (const LoggedAccess& x : accesses)
-    for (uint64_t word = x.address / 4; word * 4 < x.address + x.size; word++) words.push_back(word);
+    for (uint64_t word = x.address / 4; word * 4 < x.address + x.size; word++)
+      words.push_back(word);
   std::sort(words.begin(), words.end());
   words.erase(std::unique(words.begin(), words.end()), words.end());
   uint64_t in_bank[32] = {}, worst = 1;
@@ -83,7 +89,8 @@ static void fold(Counts& counts, int traffic, int site, const std::vector<Logged
   std::sort(sectors.begin(), sectors.end());
   total.passes += uint64_t(std::unique(sectors.begin(), sectors.end()) - sectors.begin());
   std::vector<LoggedAccess> distinct = request;  // lanes that read the same bytes need them once
-  std::sort(distinct.begin(), distinct.end(), [](auto& x, auto& y) { return x.address < y.address; });
+  std::sort(distinct.begin(), distinct.end(),
+            [](auto& x, auto& y) { return x.address < y.address; });
   uint64_t needed = 0, end = 0;
   for (const LoggedAccess& x : distinct) {
     const uint64_t from = std::max(end, x.address);
@@ -95,7 +102,8 @@ static void fold(Counts& counts, int traffic, int site, const std::vector<Logged
 void fold_warp(Block* b, uint32_t warp) {
   Worker* w = b->worker;
   if (w->log.warps.size() <= warp) return;
-  for (auto& [key, request] : w->log.warps[warp].requests) fold(w->counts, int(key >> 28 & 15), int(key & 0xfffffff), request);
+  for (auto& [key, request] : w->log.warps[warp].requests)
+    fold(w->counts, int(key >> 28 & 15), int(key & 0xfffffff), request);
   w->log.warps[warp].requests.clear();
   w->log.warps[warp].executions.clear();
 }
@@ -126,7 +134,9 @@ static std::string quoted(const std::string& text) {
   return out + '"';
 }
 static std::string number(uint64_t n) { return std::to_string(n); }
-static std::string list(const Extent& e) { return "[" + number(e.x) + ", " + number(e.y) + ", " + number(e.z) + "]"; }
+static std::string list(const Extent& e) {
+  return "[" + number(e.x) + ", " + number(e.y) + ", " + number(e.z) + "]";
+}
 
 void write_counts(Launch& launch) {
   const Counts& c = launch.counts;
@@ -146,20 +156,26 @@ void write_counts(Launch& launch) {
     read += uint64_t(std::count(a->sectors_read.begin(), a->sectors_read.end(), 1));
     written += uint64_t(std::count(a->sectors_written.begin(), a->sectors_written.end(), 1));
   }
-  out += ", \"global\": {\"distinct_bytes_read\": " + number(read * 32) + ", \"distinct_bytes_written\": " + number(written * 32);
-  for (int traffic : {int(kFromGlobal), int(kToGlobal), int(kAsyncFromGlobal), int(kAtomicGlobal)}) {
+  out += ", \"global\": {\"distinct_bytes_read\": " + number(read * 32) +
+         ", \"distinct_bytes_written\": " + number(written * 32);
+  for (int traffic :
+       {int(kFromGlobal), int(kToGlobal), int(kAsyncFromGlobal), int(kAtomicGlobal)}) {
     const SiteTotals& s = sums[traffic];
     if (s.requests)
-      out += ", \"" + std::string(kTrafficName[traffic]) + "\": {\"requests\": " + number(s.requests) + ", \"bytes\": " + number(s.bytes) +
+      out += ", \"" + std::string(kTrafficName[traffic]) +
+             "\": {\"requests\": " + number(s.requests) + ", \"bytes\": " + number(s.bytes) +
              ", \"sectors\": " + number(s.passes) + ", \"least_sectors\": " + number(s.least) + "}";
   }
   out += "}, \"shared\": {";
   const char* comma = "";
-  for (int traffic : {int(kFromShared), int(kToShared), int(kMatrixTraffic), int(kAsyncToShared), int(kAtomicShared)}) {
+  for (int traffic : {int(kFromShared), int(kToShared), int(kMatrixTraffic), int(kAsyncToShared),
+                      int(kAtomicShared)}) {
     const SiteTotals& s = sums[traffic];
     if (!s.requests) continue;
-    out += comma + ("\"" + std::string(kTrafficName[traffic])) + "\": {\"requests\": " + number(s.requests) + ", \"bytes\": " + number(s.bytes) +
-           ", \"wavefronts\": " + number(s.passes) + ", \"conflicts\": " + number(s.passes - s.least) + "}";
+    out += comma + ("\"" + std::string(kTrafficName[traffic])) +
+           "\": {\"requests\": " + number(s.requests) + ", \"bytes\": " + number(s.bytes) +
+           ", \"wavefronts\": " + number(s.passes) +
+           ", \"conflicts\": " + number(s.passes - s.least) + "}";
     comma = ", ";
   }
   out += "}, \"mma\": {";
@@ -169,7 +185,8 @@ void write_counts(Launch& launch) {
     comma = ", ";
   }
   // Every warp that reaches a block barrier counts once there, as the hardware issues it.
-  out += "}, \"barriers\": {\"block\": " + number(c.barriers) + ", \"warp\": " + number(c.warp_barriers) + "}, \"instructions\": {";
+  out += "}, \"barriers\": {\"block\": " + number(c.barriers) +
+         ", \"warp\": " + number(c.warp_barriers) + "}, \"instructions\": {";
   comma = "";
   uint64_t total = 0;
   for (int i = 0; i < kInstructionClasses; i++) {
@@ -182,9 +199,11 @@ void write_counts(Launch& launch) {
   comma = "";
   for (auto& [key, x] : c.sites) {
     const Site& site = launch.kernel->sites[key.second];
-    out += comma + ("{\"kind\": \"" + std::string(kTrafficName[key.first])) + "\", \"ptx_line\": " + number(uint64_t(site.line)) +
-           ", \"ptx\": " + quoted(site.text) + ", \"source\": " + quoted(site.where) + ", \"requests\": " + number(x.requests) +
-           ", \"bytes\": " + number(x.bytes) + ", \"" + (in_shared(key.first) ? "wavefronts" : "sectors") + "\": " + number(x.passes) +
+    out += comma + ("{\"kind\": \"" + std::string(kTrafficName[key.first])) +
+           "\", \"ptx_line\": " + number(uint64_t(site.line)) + ", \"ptx\": " + quoted(site.text) +
+           ", \"source\": " + quoted(site.where) + ", \"requests\": " + number(x.requests) +
+           ", \"bytes\": " + number(x.bytes) + ", \"" +
+           (in_shared(key.first) ? "wavefronts" : "sectors") + "\": " + number(x.passes) +
            ", \"least\": " + number(x.least) + "}";
     comma = ", ";
   }

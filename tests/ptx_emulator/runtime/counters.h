@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Count mode: what decides the speed of a kernel, per launch. See README.md for the meaning of each number.
+// Count mode: what decides the speed of a kernel, per launch. See README.md for the meaning of each
+// number.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -15,9 +16,21 @@ namespace ptx {
 struct Launch;
 struct Worker;
 
-enum Traffic { kFromGlobal, kToGlobal, kFromShared, kToShared, kMatrixTraffic, kAsyncFromGlobal, kAsyncToShared, kAtomicGlobal, kAtomicShared, kTraffics };
+enum Traffic {
+  kFromGlobal,
+  kToGlobal,
+  kFromShared,
+  kToShared,
+  kMatrixTraffic,
+  kAsyncFromGlobal,
+  kAsyncToShared,
+  kAtomicGlobal,
+  kAtomicShared,
+  kTraffics
+};
 
-// One access site: `passes` are 32-byte sectors (global) or wavefronts (shared), `least` what the bytes alone would take.
+// One access site: `passes` are 32-byte sectors (global) or wavefronts (shared), `least` what the
+// bytes alone would take.
 struct SiteTotals {
   uint64_t requests = 0, bytes = 0, passes = 0, least = 0;
 };
@@ -33,17 +46,20 @@ struct LoggedAccess {
   uint64_t address;
   uint32_t size, lane;
 };
-// Accesses of one warp since its lanes last met, grouped into requests: the n-th execution of a site by each lane.
+// Accesses of one warp since its lanes last met, grouped into requests: the n-th execution of a
+// site by each lane.
 struct WarpLog {
-  std::unordered_map<uint64_t, std::vector<LoggedAccess>> requests;  // key: n << 32 | traffic << 28 | site
-  std::unordered_map<uint64_t, uint32_t> executions;                 // key: lane << 32 | traffic << 28 | site
+  std::unordered_map<uint64_t, std::vector<LoggedAccess>>
+      requests;                                       // key: n << 32 | traffic << 28 | site
+  std::unordered_map<uint64_t, uint32_t> executions;  // key: lane << 32 | traffic << 28 | site
 };
 struct AccessLog {
   std::vector<WarpLog> warps;
 };
 
 void log_access(Thread*, int site, Traffic, uint64_t address, uint32_t size);
-void fold_warp(struct Block*, uint32_t warp);  // its lanes are together: what was logged is complete
+void fold_warp(struct Block*,
+               uint32_t warp);  // its lanes are together: what was logged is complete
 void fold_block(struct Block*);
 void count_matrix(Thread*, const char* name);
 void count_matrix_rows(Thread*, int site, int count, const uint64_t* offsets);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The stand-in CUDA runtime: device memory is host memory, a stream runs what it is given at once, and a capturing stream
-// records it. What would break the capture of a CUDA graph is refused with the error that the real runtime gives.
+// The stand-in CUDA runtime: device memory is host memory, a stream runs what it is given at once,
+// and a capturing stream records it. What would break the capture of a CUDA graph is refused with
+// the error that the real runtime gives.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -49,13 +50,16 @@ struct CUevent_st {
 
 namespace {
 
-// Limits of one compute capability. Shared memory in KiB: most that a block may opt in to, and what an SM has.
+// Limits of one compute capability. Shared memory in KiB: most that a block may opt in to, and what
+// an SM has.
 struct Limits {
   int arch, opt_in, per_sm, threads_per_sm, blocks_per_sm;
 };
-const Limits kLimits[] = {{75, 64, 64, 1024, 16},   {80, 163, 164, 2048, 32},  {86, 99, 100, 1536, 16},  {87, 163, 164, 1536, 16},
-                          {89, 99, 100, 1536, 24},  {90, 227, 228, 2048, 32},  {100, 227, 228, 2048, 32}, {103, 227, 228, 2048, 32},
-                          {110, 227, 228, 1536, 24}, {120, 99, 100, 1536, 24}, {121, 99, 100, 1536, 24}};
+const Limits kLimits[] = {
+    {75, 64, 64, 1024, 16},    {80, 163, 164, 2048, 32},  {86, 99, 100, 1536, 16},
+    {87, 163, 164, 1536, 16},  {89, 99, 100, 1536, 24},   {90, 227, 228, 2048, 32},
+    {100, 227, 228, 2048, 32}, {103, 227, 228, 2048, 32}, {110, 227, 228, 1536, 24},
+    {120, 99, 100, 1536, 24},  {121, 99, 100, 1536, 24}};
 constexpr int kPlainShared = 48 << 10;
 
 struct State2 {
@@ -68,7 +72,8 @@ struct State2 {
   std::vector<CUstream_st*> capturing;
 };
 State2& state() {
-  static auto* s = new State2;  // nvcc's registration runs before the static constructors of this library
+  static auto* s =
+      new State2;  // nvcc's registration runs before the static constructors of this library
   return *s;
 }
 struct Configuration {
@@ -88,21 +93,27 @@ cudaError_t refuse(cudaError_t e, const char* format, const std::string& detail)
 }
 
 const Limits& limits() {
-  const int arch = settings().arch ? settings().arch : state().newest_arch ? state().newest_arch : 80;
+  const int arch = settings().arch       ? settings().arch
+                   : state().newest_arch ? state().newest_arch
+                                         : 80;
   const Limits* best = &kLimits[0];
   for (const Limits& l : kLimits)
     if (l.arch <= arch) best = &l;
   return *best;
 }
-int compute_capability() { return settings().arch ? settings().arch : state().newest_arch ? state().newest_arch : 80; }
+int compute_capability() {
+  return settings().arch ? settings().arch : state().newest_arch ? state().newest_arch : 80;
+}
 
 // The default stream cannot be captured; other streams are theirs.
 CUstream_st* capturing_stream(cudaStream_t s) {
   if (!s || s == cudaStreamPerThread || s == cudaStreamLegacy) return nullptr;
   return s->capturing ? s : nullptr;
 }
-// For calls that may not happen while any stream captures (global mode): the capture is broken, as on the real runtime.
-cudaError_t forbidden_in_capture(const char* call, cudaError_t error = cudaErrorStreamCaptureUnsupported) {
+// For calls that may not happen while any stream captures (global mode): the capture is broken, as
+// on the real runtime.
+cudaError_t forbidden_in_capture(const char* call,
+                                 cudaError_t error = cudaErrorStreamCaptureUnsupported) {
   if (state().capturing.empty()) return cudaSuccess;
   for (CUstream_st* s : state().capturing) s->broken = true;
   return refuse(error, "%s while a stream is capturing: it would break the CUDA graph", call);
@@ -126,27 +137,41 @@ RegisteredKernel* find_kernel(const void* function) {
   return nullptr;
 }
 
-cudaError_t check_launch(const RegisteredKernel& k, const Kernel& kernel, dim3 grid, dim3 block, size_t dynamic) {
+cudaError_t check_launch(const RegisteredKernel& k, const Kernel& kernel, dim3 grid, dim3 block,
+                         size_t dynamic) {
   const std::string name = k.name;
   const uint64_t threads = uint64_t(block.x) * block.y * block.z;
   if (!threads || block.x > 1024 || block.y > 1024 || block.z > 64 || threads > 1024)
-    return refuse(cudaErrorInvalidConfiguration, "%s", "launch of " + name + " with blocks of " + std::to_string(block.x) + " x " +
-                  std::to_string(block.y) + " x " + std::to_string(block.z) + " threads; possible: 1 to 1024");
+    return refuse(cudaErrorInvalidConfiguration, "%s",
+                  "launch of " + name + " with blocks of " + std::to_string(block.x) + " x " +
+                      std::to_string(block.y) + " x " + std::to_string(block.z) +
+                      " threads; possible: 1 to 1024");
   if (threads > kernel.max_threads)
-    return refuse(cudaErrorInvalidValue, "%s", "launch of " + name + " with " + std::to_string(threads) +
-                  " threads a block; its __launch_bounds__ allow " + std::to_string(kernel.max_threads));
+    return refuse(cudaErrorInvalidValue, "%s",
+                  "launch of " + name + " with " + std::to_string(threads) +
+                      " threads a block; its __launch_bounds__ allow " +
+                      std::to_string(kernel.max_threads));
   if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535)
-    return refuse(cudaErrorInvalidConfiguration, "%s", "launch of " + name + " with a grid of " + std::to_string(grid.x) + " x " +
-                  std::to_string(grid.y) + " x " + std::to_string(grid.z) + "; possible: 1 to 2147483647, 65535, 65535");
+    return refuse(cudaErrorInvalidConfiguration, "%s",
+                  "launch of " + name + " with a grid of " + std::to_string(grid.x) + " x " +
+                      std::to_string(grid.y) + " x " + std::to_string(grid.z) +
+                      "; possible: 1 to 2147483647, 65535, 65535");
   const size_t opt_in = size_t(limits().opt_in) << 10, total = kernel.static_shared + dynamic;
   if (kernel.static_shared > size_t(kPlainShared))
-    return refuse(cudaErrorInvalidValue, "%s", name + " has " + std::to_string(kernel.static_shared) + " bytes of static shared memory; at most 49152");
+    return refuse(cudaErrorInvalidValue, "%s",
+                  name + " has " + std::to_string(kernel.static_shared) +
+                      " bytes of static shared memory; at most 49152");
   if (total > opt_in)
-    return refuse(cudaErrorInvalidValue, "%s", "launch of " + name + " with " + std::to_string(total) + " bytes of shared memory; sm_" +
-                  std::to_string(compute_capability()) + " has " + std::to_string(opt_in) + " for a block");
-  if (dynamic > size_t(k.max_dynamic_shared) || (total > size_t(kPlainShared) && dynamic > 0 && k.max_dynamic_shared <= kPlainShared))
-    return refuse(cudaErrorInvalidValue, "%s", "launch of " + name + " with " + std::to_string(dynamic) +
-                  " bytes of dynamic shared memory; cudaFuncSetAttribute has allowed " + std::to_string(k.max_dynamic_shared));
+    return refuse(cudaErrorInvalidValue, "%s",
+                  "launch of " + name + " with " + std::to_string(total) +
+                      " bytes of shared memory; sm_" + std::to_string(compute_capability()) +
+                      " has " + std::to_string(opt_in) + " for a block");
+  if (dynamic > size_t(k.max_dynamic_shared) ||
+      (total > size_t(kPlainShared) && dynamic > 0 && k.max_dynamic_shared <= kPlainShared))
+    return refuse(cudaErrorInvalidValue, "%s",
+                  "launch of " + name + " with " + std::to_string(dynamic) +
+                      " bytes of dynamic shared memory; cudaFuncSetAttribute has allowed " +
+                      std::to_string(k.max_dynamic_shared));
   return cudaSuccess;
 }
 
@@ -162,16 +187,20 @@ cudaError_t execute(RecordedLaunch& r) {
   return cudaError_t(run(launch));
 }
 
-cudaError_t launch(const void* function, dim3 grid, dim3 block, void** arguments, size_t dynamic, cudaStream_t stream) {
+cudaError_t launch(const void* function, dim3 grid, dim3 block, void** arguments, size_t dynamic,
+                   cudaStream_t stream) {
   std::lock_guard<std::recursive_mutex> lock(state().mutex);
   RegisteredKernel* k = find_kernel(function);
-  if (!k) return refuse(cudaErrorInvalidDeviceFunction, "launch of %s", "a function that is not a kernel of this program");
+  if (!k)
+    return refuse(cudaErrorInvalidDeviceFunction, "launch of %s",
+                  "a function that is not a kernel of this program");
   const Kernel* kernel = kernel_of(*k);
   if (!kernel) return result(cudaErrorInvalidDeviceFunction);
   if (cudaError_t e = check_launch(*k, *kernel, grid, block, dynamic)) return e;
   if (cudaError_t e = implicit_in_capture(stream, "a launch on the default stream")) return e;
   RecordedLaunch r{k, grid, block, dynamic, std::vector<uint8_t>(kernel->parameter_bytes + 16)};
-  for (uint32_t i = 0; i < kernel->parameters; i++) std::memcpy(r.parameters.data() + kernel->offsets[i], arguments[i], kernel->sizes[i]);
+  for (uint32_t i = 0; i < kernel->parameters; i++)
+    std::memcpy(r.parameters.data() + kernel->offsets[i], arguments[i], kernel->sizes[i]);
   if (CUstream_st* s = capturing_stream(stream)) {
     s->graph->operations.push_back({Operation::kLaunch, std::move(r), nullptr, nullptr, 0, 0});
     return cudaSuccess;
@@ -191,11 +220,14 @@ void do_set(void* to, int value, size_t bytes) {
 }
 bool is_device(const void* p) { return find_allocation(reinterpret_cast<uint64_t>(p)) != nullptr; }
 
-cudaError_t copy_async(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+cudaError_t copy_async(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                       cudaStream_t stream) {
   std::lock_guard<std::recursive_mutex> lock(state().mutex);
-  if (cudaError_t e = implicit_in_capture(stream, "cudaMemcpyAsync on the default stream")) return e;
+  if (cudaError_t e = implicit_in_capture(stream, "cudaMemcpyAsync on the default stream"))
+    return e;
   if (CUstream_st* s = capturing_stream(stream)) {
-    const bool to_host = kind == cudaMemcpyDeviceToHost || (kind == cudaMemcpyDefault && !is_device(to));
+    const bool to_host =
+        kind == cudaMemcpyDeviceToHost || (kind == cudaMemcpyDefault && !is_device(to));
     if (to_host) return forbidden_in_capture("a copy from the device to the host");
     s->graph->operations.push_back({Operation::kCopy, {}, to, from, bytes, 0});
     return cudaSuccess;
@@ -210,8 +242,12 @@ cudaError_t replay(std::vector<Operation>& operations) {
       case Operation::kLaunch:
         if (cudaError_t e = execute(o.launch)) return result(e);
         break;
-      case Operation::kCopy: do_copy(o.to, o.from, o.bytes); break;
-      case Operation::kSet: do_set(o.to, o.value, o.bytes); break;
+      case Operation::kCopy:
+        do_copy(o.to, o.from, o.bytes);
+        break;
+      case Operation::kSet:
+        do_set(o.to, o.value, o.bytes);
+        break;
       case Operation::kFresh:  // memory of the graph: whatever it held is gone
         std::memset(o.to, 0xff, o.bytes);
         mark_unwritten(o.to, o.bytes);
@@ -248,7 +284,8 @@ void** __cudaRegisterFatBinary(void* wrapper) {
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
 char __cudaInitModule(void**) { return 1; }
-void __cudaRegisterFunction(void** module, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*, int*) {
+void __cudaRegisterFunction(void** module, const char* host, char*, const char* name, int, uint3*,
+                            uint3*, dim3*, dim3*, int*) {
   RegisteredKernel k;
   k.module = reinterpret_cast<Module*>(module);
   k.name = name;
@@ -257,7 +294,8 @@ void __cudaRegisterFunction(void** module, const char* host, char*, const char* 
 void __cudaRegisterVar(void** module, char* host, char*, const char* name, int, size_t, int, int) {
   state().variables[host] = {reinterpret_cast<Module*>(module), name};
 }
-unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, struct CUstream_st* stream) {
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared,
+                                     struct CUstream_st* stream) {
   configurations.push_back({grid, block, shared, stream});
   return 0;
 }
@@ -272,25 +310,33 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
   *kernel = reinterpret_cast<cudaKernel_t>(find_kernel(function));
   return *kernel ? cudaSuccess : result(cudaErrorInvalidDeviceFunction);
 }
-cudaError_t __cudaLaunchKernel(cudaKernel_t k, dim3 grid, dim3 block, void** arguments, size_t shared, cudaStream_t stream) {
+cudaError_t __cudaLaunchKernel(cudaKernel_t k, dim3 grid, dim3 block, void** arguments,
+                               size_t shared, cudaStream_t stream) {
   return launch(k, grid, block, arguments, shared, stream);
 }
-cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** arguments, size_t shared, cudaStream_t stream) {
+cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** arguments,
+                             size_t shared, cudaStream_t stream) {
   return launch(function, grid, block, arguments, shared, stream);
 }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* function, void** arguments) {
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* function,
+                                void** arguments) {
   for (unsigned i = 0; i < c->numAttrs; i++) {
     const auto& a = c->attrs[i];
-    const bool cluster = a.id == cudaLaunchAttributeClusterDimension && (a.val.clusterDim.x > 1 || a.val.clusterDim.y > 1 || a.val.clusterDim.z > 1);
+    const bool cluster =
+        a.id == cudaLaunchAttributeClusterDimension &&
+        (a.val.clusterDim.x > 1 || a.val.clusterDim.y > 1 || a.val.clusterDim.z > 1);
     if (cluster || (a.id == cudaLaunchAttributeCooperative && a.val.cooperative))
-      return refuse(cudaErrorNotSupported, "%s", "launches with clusters or a grid-wide barrier are not emulated");
+      return refuse(cudaErrorNotSupported, "%s",
+                    "launches with clusters or a grid-wide barrier are not emulated");
   }
   return launch(function, c->gridDim, c->blockDim, arguments, c->dynamicSmemBytes, c->stream);
 }
 cudaError_t cudaLaunchCooperativeKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) {
   return refuse(cudaErrorNotSupported, "%s", "launches with a grid-wide barrier are not emulated");
 }
-cudaError_t cudaGetKernel(cudaKernel_t* kernel, const void* function) { return __cudaGetKernel(kernel, function); }
+cudaError_t cudaGetKernel(cudaKernel_t* kernel, const void* function) {
+  return __cudaGetKernel(kernel, function);
+}
 cudaError_t cudaGetFuncBySymbol(cudaFunction_t* f, const void* function) {
   *f = reinterpret_cast<cudaFunction_t>(find_kernel(function));
   return *f ? cudaSuccess : result(cudaErrorInvalidDeviceFunction);
@@ -307,13 +353,17 @@ cudaError_t cudaMalloc(void** p, size_t bytes) {
 cudaError_t cudaFree(void* p) {
   LOCKED;
   REFUSE_IN_CAPTURE("cudaFree");
-  return !p || release(p) ? cudaSuccess : refuse(cudaErrorInvalidValue, "%s", "cudaFree of what cudaMalloc did not return");
+  return !p || release(p)
+             ? cudaSuccess
+             : refuse(cudaErrorInvalidValue, "%s", "cudaFree of what cudaMalloc did not return");
 }
 cudaError_t cudaMallocAsync(void** p, size_t bytes, cudaStream_t stream) {
   LOCKED;
-  if (cudaError_t e = implicit_in_capture(stream, "cudaMallocAsync on the default stream")) return e;
+  if (cudaError_t e = implicit_in_capture(stream, "cudaMallocAsync on the default stream"))
+    return e;
   *p = bytes ? allocate(bytes) : nullptr;
-  if (CUstream_st* s = capturing_stream(stream)) s->graph->operations.push_back({Operation::kFresh, {}, *p, nullptr, bytes, 0});
+  if (CUstream_st* s = capturing_stream(stream))
+    s->graph->operations.push_back({Operation::kFresh, {}, *p, nullptr, bytes, 0});
   return cudaSuccess;
 }
 cudaError_t cudaFreeAsync(void* p, cudaStream_t stream) {
@@ -340,7 +390,8 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind)
   do_copy(to, from, bytes);
   return cudaSuccess;
 }
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream) {
   return copy_async(to, from, bytes, kind, stream);
 }
 cudaError_t cudaMemset(void* to, int value, size_t bytes) {
@@ -351,12 +402,16 @@ cudaError_t cudaMemset(void* to, int value, size_t bytes) {
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
   LOCKED;
-  if (cudaError_t e = implicit_in_capture(stream, "cudaMemsetAsync on the default stream")) return e;
-  if (CUstream_st* s = capturing_stream(stream)) s->graph->operations.push_back({Operation::kSet, {}, to, nullptr, bytes, value});
-  else do_set(to, value, bytes);
+  if (cudaError_t e = implicit_in_capture(stream, "cudaMemsetAsync on the default stream"))
+    return e;
+  if (CUstream_st* s = capturing_stream(stream))
+    s->graph->operations.push_back({Operation::kSet, {}, to, nullptr, bytes, value});
+  else
+    do_set(to, value, bytes);
   return cudaSuccess;
 }
-cudaError_t cudaMemcpyToSymbol(const void* symbol, const void* from, size_t bytes, size_t offset, cudaMemcpyKind) {
+cudaError_t cudaMemcpyToSymbol(const void* symbol, const void* from, size_t bytes, size_t offset,
+                               cudaMemcpyKind) {
   LOCKED;
   REFUSE_IN_CAPTURE("cudaMemcpyToSymbol");
   const Variable* v = find_variable(symbol);
@@ -364,7 +419,8 @@ cudaError_t cudaMemcpyToSymbol(const void* symbol, const void* from, size_t byte
   std::memcpy(static_cast<uint8_t*>(v->address) + offset, from, bytes);
   return cudaSuccess;
 }
-cudaError_t cudaMemcpyFromSymbol(void* to, const void* symbol, size_t bytes, size_t offset, cudaMemcpyKind) {
+cudaError_t cudaMemcpyFromSymbol(void* to, const void* symbol, size_t bytes, size_t offset,
+                                 cudaMemcpyKind) {
   LOCKED;
   REFUSE_IN_CAPTURE("cudaMemcpyFromSymbol");
   const Variable* v = find_variable(symbol);
@@ -445,27 +501,60 @@ cudaError_t cudaDriverGetVersion(int* v) {
 cudaError_t cudaDeviceGetAttribute(int* v, cudaDeviceAttr a, int) {
   const Limits& l = limits();
   switch (a) {
-    case cudaDevAttrComputeCapabilityMajor: *v = compute_capability() / 10; break;
-    case cudaDevAttrComputeCapabilityMinor: *v = compute_capability() % 10; break;
-    case cudaDevAttrMultiProcessorCount: *v = 4; break;
-    case cudaDevAttrMaxSharedMemoryPerBlock: *v = kPlainShared; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *v = l.opt_in << 10; break;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *v = l.per_sm << 10; break;
-    case cudaDevAttrReservedSharedMemoryPerBlock: *v = l.arch >= 80 ? 1024 : 0; break;
-    case cudaDevAttrWarpSize: *v = 32; break;
+    case cudaDevAttrComputeCapabilityMajor:
+      *v = compute_capability() / 10;
+      break;
+    case cudaDevAttrComputeCapabilityMinor:
+      *v = compute_capability() % 10;
+      break;
+    case cudaDevAttrMultiProcessorCount:
+      *v = 4;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlock:
+      *v = kPlainShared;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *v = l.opt_in << 10;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+      *v = l.per_sm << 10;
+      break;
+    case cudaDevAttrReservedSharedMemoryPerBlock:
+      *v = l.arch >= 80 ? 1024 : 0;
+      break;
+    case cudaDevAttrWarpSize:
+      *v = 32;
+      break;
     case cudaDevAttrMaxThreadsPerBlock:
     case cudaDevAttrMaxBlockDimX:
-    case cudaDevAttrMaxBlockDimY: *v = 1024; break;
-    case cudaDevAttrMaxBlockDimZ: *v = 64; break;
-    case cudaDevAttrMaxGridDimX: *v = 0x7fffffff; break;
+    case cudaDevAttrMaxBlockDimY:
+      *v = 1024;
+      break;
+    case cudaDevAttrMaxBlockDimZ:
+      *v = 64;
+      break;
+    case cudaDevAttrMaxGridDimX:
+      *v = 0x7fffffff;
+      break;
     case cudaDevAttrMaxGridDimY:
-    case cudaDevAttrMaxGridDimZ: *v = 65535; break;
-    case cudaDevAttrMaxThreadsPerMultiProcessor: *v = l.threads_per_sm; break;
-    case cudaDevAttrMaxBlocksPerMultiprocessor: *v = l.blocks_per_sm; break;
+    case cudaDevAttrMaxGridDimZ:
+      *v = 65535;
+      break;
+    case cudaDevAttrMaxThreadsPerMultiProcessor:
+      *v = l.threads_per_sm;
+      break;
+    case cudaDevAttrMaxBlocksPerMultiprocessor:
+      *v = l.blocks_per_sm;
+      break;
     case cudaDevAttrMaxRegistersPerBlock:
-    case cudaDevAttrMaxRegistersPerMultiprocessor: *v = 65536; break;
-    case cudaDevAttrMemoryPoolsSupported: *v = 1; break;
-    default: *v = 0;
+    case cudaDevAttrMaxRegistersPerMultiprocessor:
+      *v = 65536;
+      break;
+    case cudaDevAttrMemoryPoolsSupported:
+      *v = 1;
+      break;
+    default:
+      *v = 0;
   }
   return cudaSuccess;
 }
@@ -474,7 +563,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
   std::strcpy(p->name, "PTX emulator");
   p->major = compute_capability() / 10, p->minor = compute_capability() % 10;
   p->multiProcessorCount = 4, p->warpSize = 32, p->maxThreadsPerBlock = 1024;
-  p->sharedMemPerBlock = size_t(kPlainShared), p->sharedMemPerBlockOptin = size_t(limits().opt_in) << 10;
+  p->sharedMemPerBlock = size_t(kPlainShared), p->sharedMemPerBlockOptin = size_t(limits().opt_in)
+                                                                           << 10;
   p->sharedMemPerMultiprocessor = size_t(limits().per_sm) << 10;
   return cudaSuccess;
 }
@@ -499,21 +589,28 @@ cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribu
   if (!kernel) return result(cudaErrorInvalidDeviceFunction);
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
   if (value < 0 || size_t(value) + kernel->static_shared > size_t(limits().opt_in) << 10)
-    return refuse(cudaErrorInvalidValue, "%s", "cudaFuncSetAttribute asks for " + std::to_string(value) + " bytes of dynamic shared memory for " +
-                  k->name + "; sm_" + std::to_string(compute_capability()) + " has " + std::to_string(limits().opt_in << 10) + " for a block");
+    return refuse(cudaErrorInvalidValue, "%s",
+                  "cudaFuncSetAttribute asks for " + std::to_string(value) +
+                      " bytes of dynamic shared memory for " + k->name + "; sm_" +
+                      std::to_string(compute_capability()) + " has " +
+                      std::to_string(limits().opt_in << 10) + " for a block");
   k->max_dynamic_shared = value;
   return cudaSuccess;
 }
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, const void* function, int threads, size_t dynamic, unsigned) {
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, const void* function,
+                                                                   int threads, size_t dynamic,
+                                                                   unsigned) {
   LOCKED;
   RegisteredKernel* k = find_kernel(function);
   const Kernel* kernel = k ? kernel_of(*k) : nullptr;
   if (!kernel || threads <= 0) return result(cudaErrorInvalidDeviceFunction);
   const size_t shared = kernel->static_shared + dynamic + 1024;
-  *n = std::max(1, std::min({limits().blocks_per_sm, limits().threads_per_sm / threads, int((size_t(limits().per_sm) << 10) / shared)}));
+  *n = std::max(1, std::min({limits().blocks_per_sm, limits().threads_per_sm / threads,
+                             int((size_t(limits().per_sm) << 10) / shared)}));
   return cudaSuccess;
 }
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n, const void* function, int threads, size_t dynamic) {
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n, const void* function, int threads,
+                                                          size_t dynamic) {
   return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(n, function, threads, dynamic, 0);
 }
 
@@ -524,7 +621,9 @@ cudaError_t cudaStreamCreate(cudaStream_t* s) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned) { return cudaStreamCreate(s); }
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* s, unsigned, int) { return cudaStreamCreate(s); }
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* s, unsigned, int) {
+  return cudaStreamCreate(s);
+}
 cudaError_t cudaStreamDestroy(cudaStream_t s) {
   delete s;
   return cudaSuccess;
@@ -559,7 +658,8 @@ cudaError_t cudaEventDestroy(cudaEvent_t e) {
 }
 cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
   LOCKED;
-  if (cudaError_t error = implicit_in_capture(s, "cudaEventRecord on the default stream")) return error;
+  if (cudaError_t error = implicit_in_capture(s, "cudaEventRecord on the default stream"))
+    return error;
   e->captured_in = capturing_stream(s);
   return cudaSuccess;
 }
@@ -582,7 +682,8 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) {
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) {
   LOCKED;
-  if (!s || s == cudaStreamLegacy || s->capturing) return refuse(cudaErrorIllegalState, "%s", "this stream cannot begin a capture");
+  if (!s || s == cudaStreamLegacy || s->capturing)
+    return refuse(cudaErrorIllegalState, "%s", "this stream cannot begin a capture");
   s->capturing = true;
   s->broken = false;
   s->graph = new CUgraph_st;
@@ -601,7 +702,9 @@ cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* graph) {
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t s, cudaStreamCaptureStatus* status) {
   CUstream_st* c = capturing_stream(s);
-  *status = !c ? cudaStreamCaptureStatusNone : c->broken ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+  *status = !c          ? cudaStreamCaptureStatusNone
+            : c->broken ? cudaStreamCaptureStatusInvalidated
+                        : cudaStreamCaptureStatusActive;
   return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
@@ -612,12 +715,14 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsig
   *exec = new CUgraphExec_st{graph->operations};
   return cudaSuccess;
 }
-cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long flags) {
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t graph,
+                                          unsigned long long flags) {
   return cudaGraphInstantiate(exec, graph, flags);
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
   LOCKED;
-  if (cudaError_t e = implicit_in_capture(stream, "cudaGraphLaunch on the default stream")) return e;
+  if (cudaError_t e = implicit_in_capture(stream, "cudaGraphLaunch on the default stream"))
+    return e;
   return replay(exec->operations);
 }
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* n) {
@@ -635,7 +740,8 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
 
 // ---- the emulator's own functions, for tests ----
 
-// Lets kernels touch memory that this runtime did not allocate (a CPU tensor); `written` says whether its bytes hold values yet.
+// Lets kernels touch memory that this runtime did not allocate (a CPU tensor); `written` says
+// whether its bytes hold values yet.
 void ptx_emulator_expose(const void* pointer, size_t bytes, int written) {
   LOCKED;
   expose(pointer, bytes, written != 0);
@@ -651,15 +757,20 @@ void ptx_emulator_set_seed(uint64_t seed) {
   settings().landing = seed >= 2 ? Settings::kMixed : Settings::kLate;
 }
 void ptx_emulator_return_errors(int on) { settings().return_errors = on != 0; }
-// The stream of the emulated operators: capturing between begin and end, so that the operators need not know.
+// The stream of the emulated operators: capturing between begin and end, so that the operators need
+// not know.
 static CUstream_st* own_stream() {
   static auto* s = new CUstream_st;
   return s;
 }
 void* ptx_emulator_stream() { return own_stream(); }
 int ptx_emulator_capturing() { return own_stream()->capturing; }
-int ptx_emulator_capture_begin() { return cudaStreamBeginCapture(own_stream(), cudaStreamCaptureModeGlobal); }
-int ptx_emulator_capture_end(void** graph) { return cudaStreamEndCapture(own_stream(), reinterpret_cast<cudaGraph_t*>(graph)); }
+int ptx_emulator_capture_begin() {
+  return cudaStreamBeginCapture(own_stream(), cudaStreamCaptureModeGlobal);
+}
+int ptx_emulator_capture_end(void** graph) {
+  return cudaStreamEndCapture(own_stream(), reinterpret_cast<cudaGraph_t*>(graph));
+}
 int ptx_emulator_replay(void* graph) {
   LOCKED;
   return replay(static_cast<CUgraph_st*>(graph)->operations);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the C++ written from PTX sees: the running thread, the services it calls, and its accesses to memory.
+// What the C++ written from PTX sees: the running thread, the services it calls, and its accesses
+// to memory.
 #pragma once
 #include <cstddef>
 
@@ -12,8 +13,27 @@ struct Knowledge;
 
 // Classes of instructions that count mode tells apart; names in counters.cpp.
 enum InstructionClass {
-  kInteger, kFloat32, kFloat64, kHalf, kSpecial, kConvert, kMove, kControl, kParameter, kLocal, kGlobalLoad,
-  kGlobalStore, kSharedLoad, kSharedStore, kMatrixLoad, kAsyncCopy, kAtomic, kMatrix, kCollective, kBarrier, kFence,
+  kInteger,
+  kFloat32,
+  kFloat64,
+  kHalf,
+  kSpecial,
+  kConvert,
+  kMove,
+  kControl,
+  kParameter,
+  kLocal,
+  kGlobalLoad,
+  kGlobalStore,
+  kSharedLoad,
+  kSharedStore,
+  kMatrixLoad,
+  kAsyncCopy,
+  kAtomic,
+  kMatrix,
+  kCollective,
+  kBarrier,
+  kFence,
   kInstructionClasses
 };
 
@@ -46,7 +66,16 @@ struct Thread {
 };
 
 enum Access : uint8_t {
-  kLoad, kStore, kAsyncStore, kStrongLoad, kStoreRelaxed, kStoreRelease, kAtomicRelaxed, kAtomicRelease, kMatrixRead, kMatrixWrite
+  kLoad,
+  kStore,
+  kAsyncStore,
+  kStrongLoad,
+  kStoreRelaxed,
+  kStoreRelease,
+  kAtomicRelaxed,
+  kAtomicRelease,
+  kMatrixRead,
+  kMatrixWrite
 };
 enum ShuffleMode { kUp_, kDown_, kButterfly, kIndex };
 enum VoteMode { kVoteAll, kVoteAny, kVoteUniform, kBallot };
@@ -56,31 +85,36 @@ enum MmaType { kBf16, kF16, kTf32 };
 
 // ---- services of the runtime ----
 
-uint32_t shuffle(Thread*, int site, ShuffleMode, uint32_t value, uint32_t lane, uint32_t clamp, uint32_t mask, bool* in_range);
+uint32_t shuffle(Thread*, int site, ShuffleMode, uint32_t value, uint32_t lane, uint32_t clamp,
+                 uint32_t mask, bool* in_range);
 uint32_t vote(Thread*, int site, VoteMode, bool predicate, uint32_t mask);
 uint32_t match(Thread*, int site, bool all, uint64_t value, uint32_t mask, bool* all_equal);
 uint32_t reduce(Thread*, int site, ReduceOp, uint32_t value, uint32_t mask);
 void warp_sync(Thread*, int site, uint32_t mask);
-uint32_t block_barrier(Thread*, int site, uint32_t id, uint32_t count, BarrierReduction, bool predicate);
+uint32_t block_barrier(Thread*, int site, uint32_t id, uint32_t count, BarrierReduction,
+                       bool predicate);
 void barrier_arrive(Thread*, int site, uint32_t id, uint32_t count);
-void mma(Thread*, int site, int k, MmaType, bool half_accumulator, uint32_t* d, const uint32_t* a, const uint32_t* b, const uint32_t* c);
+void mma(Thread*, int site, int k, MmaType, bool half_accumulator, uint32_t* d, const uint32_t* a,
+         const uint32_t* b, const uint32_t* c);
 void load_matrix(Thread*, int site, int count, bool transposed, const uint8_t* row, uint32_t* d);
 void store_matrix(Thread*, int site, int count, bool transposed, uint8_t* row, const uint32_t* s);
 uint32_t move_matrix(Thread*, int site, uint32_t a);
 void async_copy(Thread*, int site, uint8_t* to, uint64_t from, uint32_t size, uint32_t valid);
 void async_commit(Thread*);
 void async_wait(Thread*, int pending_groups);  // -1: wait_all
-void yield(Thread*, bool always);              // lets other threads run; strong accesses do it now and then
+void yield(Thread*, bool always);  // lets other threads run; strong accesses do it now and then
 void memory_fence(Thread*);
 uint64_t clock_ticks(Thread*);
 bool on_own_stack(const Thread*, uint64_t address);
 int device_printf(const char* format, const uint8_t* arguments);
-[[noreturn]] void device_assert(Thread*, const char* message, const char* file, uint32_t line, const char* function);
+[[noreturn]] void device_assert(Thread*, const char* message, const char* file, uint32_t line,
+                                const char* function);
 [[noreturn]] void unsupported(Thread*, int site);
 [[noreturn]] void trap(Thread*, int site);
 [[noreturn]] void thread_exit(Thread*);
 [[noreturn]] void bad_shared_access(Thread*, int site, uint64_t offset, uint32_t size);
-[[noreturn]] void misaligned_access(Thread*, int site, uint64_t address, uint32_t size, bool shared);
+[[noreturn]] void misaligned_access(Thread*, int site, uint64_t address, uint32_t size,
+                                    bool shared);
 
 // Set while any check or the counters want to see every access.
 extern bool watching;
@@ -123,7 +157,8 @@ template <class T, class F>
 T atomic_update(uint8_t* p, F f) {
   T* word = reinterpret_cast<T*>(p);
   T old = __atomic_load_n(word, __ATOMIC_RELAXED);
-  while (!__atomic_compare_exchange_n(word, &old, f(old), false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
+  while (
+      !__atomic_compare_exchange_n(word, &old, f(old), false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
   }
   return old;
 }

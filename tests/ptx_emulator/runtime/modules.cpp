@@ -15,8 +15,9 @@
 
 namespace ptx {
 
-// Layout of a fat binary. Header: u32 magic, u16 version, u16 header size, u64 size. Entries: u16 kind (1: PTX), u32 header
-// size at 4, u64 padded size at 8, u64 uncompressed size at 0x38 (0 when it is plain).
+// Layout of a fat binary. Header: u32 magic, u16 version, u16 header size, u64 size. Entries: u16
+// kind (1: PTX), u32 header size at 4, u64 padded size at 8, u64 uncompressed size at 0x38 (0 when
+// it is plain).
 Module* register_fat_binary(const uint8_t* image) {
   auto* m = new Module;
   if (load<uint32_t>(image) != 0xBA55ED50) return m;
@@ -28,7 +29,9 @@ Module* register_fat_binary(const uint8_t* image) {
     const uint64_t size = load<uint64_t>(entry + 8);
     if (load<uint16_t>(entry) == 1) {
       if (load<uint64_t>(entry + 0x38)) {
-        std::fprintf(stderr, "ptx_emulator: the PTX of this program is compressed; compile with nvcc --no-compress\n");
+        std::fprintf(stderr,
+                     "ptx_emulator: the PTX of this program is compressed; compile with nvcc "
+                     "--no-compress\n");
         std::exit(2);
       }
       const char* text = reinterpret_cast<const char*>(entry + header);
@@ -68,7 +71,8 @@ static const CompiledModule* compile(const std::string& ptx) {
     mkdir(s.cache.c_str(), 0777);
     const std::string own = base + "." + std::to_string(getpid());
     std::ofstream(own + ".ptx") << ptx;
-    const std::string command = "cd '" + s.translator + "' && python3 build.py --translate '" + own + ".ptx' '" + so + "'" + (s.count ? " --count" : "");
+    const std::string command = "cd '" + s.translator + "' && python3 build.py --translate '" +
+                                own + ".ptx' '" + so + "'" + (s.count ? " --count" : "");
     const int failed = std::system(command.c_str());
     unlink((own + ".ptx").c_str());
     if (failed) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Device code as nvcc registers it: PTX in a fat binary, translated and compiled when one of its kernels is first used.
+// Device code as nvcc registers it: PTX in a fat binary, translated and compiled when one of its
+// kernels is first used.
 #pragma once
 #include <map>
 #include <string>

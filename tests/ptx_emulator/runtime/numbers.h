@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Arithmetic of PTX that C++ does not have by itself: number formats, rounding modes, saturation, bit fields.
-// Registers are unsigned integers; as_float and float_bits reinterpret them.
+// Arithmetic of PTX that C++ does not have by itself: number formats, rounding modes, saturation,
+// bit fields. Registers are unsigned integers; as_float and float_bits reinterpret them.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -19,9 +19,7 @@ inline uint64_t double_bits(double x) { return __builtin_bit_cast(uint64_t, x); 
 
 // ---- float and double ----
 
-inline float flush(float x) {
-  return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.f, x) : x;
-}
+inline float flush(float x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.f, x) : x; }
 // NaN becomes +0.
 template <class T>
 T saturate(T x) {
@@ -58,26 +56,38 @@ inline float reciprocal_root(float x) { return float(1 / std::sqrt(double(x))); 
 inline double reciprocal_root(double x) { return 1 / std::sqrt(x); }
 
 template <class T>
-bool is_finite(T x) { return std::isfinite(x); }
+bool is_finite(T x) {
+  return std::isfinite(x);
+}
 template <class T>
-bool is_infinite(T x) { return std::isinf(x); }
+bool is_infinite(T x) {
+  return std::isinf(x);
+}
 template <class T>
-bool is_number(T x) { return x == x; }
+bool is_number(T x) {
+  return x == x;
+}
 template <class T>
-bool is_notanumber(T x) { return x != x; }
+bool is_notanumber(T x) {
+  return x != x;
+}
 template <class T>
-bool is_normal(T x) { return std::isnormal(x); }
+bool is_normal(T x) {
+  return std::isnormal(x);
+}
 template <class T>
-bool is_subnormal(T x) { return std::fpclassify(x) == FP_SUBNORMAL; }
+bool is_subnormal(T x) {
+  return std::fpclassify(x) == FP_SUBNORMAL;
+}
 
 // The directed modes change the state of the floating-point unit: out of line, in rounding.cpp.
-#define PTX_ROUNDED(T)                           \
-  T add_rounded(T x, T y, Rounding mode);        \
-  T subtract_rounded(T x, T y, Rounding mode);   \
-  T multiply_rounded(T x, T y, Rounding mode);   \
-  T divide_rounded(T x, T y, Rounding mode);     \
-  T fma_rounded(T x, T y, T z, Rounding mode);   \
-  T root_rounded(T x, Rounding mode);            \
+#define PTX_ROUNDED(T)                         \
+  T add_rounded(T x, T y, Rounding mode);      \
+  T subtract_rounded(T x, T y, Rounding mode); \
+  T multiply_rounded(T x, T y, Rounding mode); \
+  T divide_rounded(T x, T y, Rounding mode);   \
+  T fma_rounded(T x, T y, T z, Rounding mode); \
+  T root_rounded(T x, Rounding mode);          \
   T reciprocal_rounded(T x, Rounding mode);
 PTX_ROUNDED(float)
 PTX_ROUNDED(double)
@@ -91,12 +101,14 @@ inline float bfloat_value(uint16_t x) { return as_float(uint32_t(x) << 16); }
 inline float half_value(uint16_t x) { return float(__builtin_bit_cast(_Float16, x)); }
 
 struct Half {
-  static constexpr uint16_t kNan = 0x7fff, kInfinity = 0x7c00, kLargest = 0x7bff, kSmallestNormal = 0x0400;
+  static constexpr uint16_t kNan = 0x7fff, kInfinity = 0x7c00, kLargest = 0x7bff,
+                            kSmallestNormal = 0x0400;
   static float value(uint16_t x) { return half_value(x); }
   static uint16_t nearest(float x) { return __builtin_bit_cast(uint16_t, _Float16(x)); }
 };
 struct Bfloat {
-  static constexpr uint16_t kNan = 0x7fff, kInfinity = 0x7f80, kLargest = 0x7f7f, kSmallestNormal = 0x0080;
+  static constexpr uint16_t kNan = 0x7fff, kInfinity = 0x7f80, kLargest = 0x7f7f,
+                            kSmallestNormal = 0x0080;
   static float value(uint16_t x) { return bfloat_value(x); }
   static uint16_t nearest(float x) {
     const uint32_t u = float_bits(x);
@@ -104,7 +116,8 @@ struct Bfloat {
   }
 };
 
-// A double as a float whose last bit says that something was cut off. Rounding that again to fewer bits rounds once.
+// A double as a float whose last bit says that something was cut off. Rounding that again to fewer
+// bits rounds once.
 inline float round_to_odd(double x) {
   const float f = float(x);
   if (f != f || std::isinf(x) || double(f) == x) return f;
@@ -167,28 +180,29 @@ Word each_half(Word x, Word y, Word z, F f) {
 // x y + z with one rounding: the product is exact in double, the sum is rounded to odd.
 template <class Format>
 uint16_t fma_once(double x, double y, double z) {
-  const double p = x * y, sum = p + z, z_part = sum - p, error = (p - (sum - z_part)) + (z - z_part);
+  const double p = x * y, sum = p + z, z_part = sum - p,
+               error = (p - (sum - z_part)) + (z - z_part);
   if (error == 0 || sum != sum || std::isinf(sum)) return round_to<Format>(sum, kNearest);
   uint64_t u = double_bits(sum);
   if (!(u & 1)) u += (error > 0) == (sum > 0) ? 1 : -1;
   return round_to<Format>(as_double(u), kNearest);
 }
-#define PTX_HALF2(name, expression)                                                   \
-  template <class Format, class Word>                                                 \
-  Word name(Word a, Word b) {                                                         \
-    return each_half<Word>(a, b, 0, [](uint16_t a_, uint16_t b_, uint16_t) -> uint16_t { \
-      const float x = Format::value(a_), y = Format::value(b_);                       \
-      return round_to<Format>(expression, kNearest);                                  \
-    });                                                                               \
-  }
-#define PTX_HALF1(name, expression)                                                      \
+#define PTX_HALF2(name, expression)                                                      \
   template <class Format, class Word>                                                    \
-  Word name(Word a) {                                                                    \
-    return each_half<Word>(a, 0, 0, [](uint16_t a_, uint16_t, uint16_t) -> uint16_t {     \
-      const float x = Format::value(a_);                                                 \
-      (void)x;                                                                           \
-      return expression;                                                                 \
+  Word name(Word a, Word b) {                                                            \
+    return each_half<Word>(a, b, 0, [](uint16_t a_, uint16_t b_, uint16_t) -> uint16_t { \
+      const float x = Format::value(a_), y = Format::value(b_);                          \
+      return round_to<Format>(expression, kNearest);                                     \
     });                                                                                  \
+  }
+#define PTX_HALF1(name, expression)                                                   \
+  template <class Format, class Word>                                                 \
+  Word name(Word a) {                                                                 \
+    return each_half<Word>(a, 0, 0, [](uint16_t a_, uint16_t, uint16_t) -> uint16_t { \
+      const float x = Format::value(a_);                                              \
+      (void)x;                                                                        \
+      return expression;                                                              \
+    });                                                                               \
   }
 PTX_HALF2(half_add, double(x) + double(y))
 PTX_HALF2(half_sub, double(x) - double(y))
@@ -216,8 +230,10 @@ Word half_fma(Word a, Word b, Word c) {
 // ---- integers ----
 
 template <class T>
-using Wide = std::conditional_t<sizeof(T) == 8, std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>,
-                                std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>>;
+using Wide =
+    std::conditional_t<sizeof(T) == 8,
+                       std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>,
+                       std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>>;
 
 template <class T>
 T clamp_between(__int128 x) {
@@ -225,17 +241,29 @@ T clamp_between(__int128 x) {
   return T(x < low ? low : x > high ? high : x);
 }
 template <class T, class From>
-T clamp_integer(From x) { return clamp_between<T>(x); }
+T clamp_integer(From x) {
+  return clamp_between<T>(x);
+}
 template <class T>
-T add_saturating(T x, T y) { return clamp_between<T>(__int128(x) + y); }
+T add_saturating(T x, T y) {
+  return clamp_between<T>(__int128(x) + y);
+}
 template <class T>
-T subtract_saturating(T x, T y) { return clamp_between<T>(__int128(x) - y); }
+T subtract_saturating(T x, T y) {
+  return clamp_between<T>(__int128(x) - y);
+}
 template <class T>
-T multiply_high(T x, T y) { return T((Wide<T>(x) * Wide<T>(y)) >> (8 * sizeof(T))); }
+T multiply_high(T x, T y) {
+  return T((Wide<T>(x) * Wide<T>(y)) >> (8 * sizeof(T)));
+}
 template <class T>
-T low24(T x) { return std::is_signed_v<T> ? T(int32_t(uint32_t(x) << 8) >> 8) : T(uint32_t(x) & 0xffffff); }
+T low24(T x) {
+  return std::is_signed_v<T> ? T(int32_t(uint32_t(x) << 8) >> 8) : T(uint32_t(x) & 0xffffff);
+}
 template <class T>
-T absolute(T x) { return x < 0 ? T(0 - uint64_t(x)) : x; }
+T absolute(T x) {
+  return x < 0 ? T(0 - uint64_t(x)) : x;
+}
 // Division by zero gives all ones, its remainder the dividend; the smallest number by -1 wraps.
 template <class T>
 T divide(T x, T y) {
@@ -278,9 +306,13 @@ T to_integer(From x, bool wide) {
 // ---- bits ----
 
 template <class T>
-T shift_left(T x, uint32_t n) { return n >= 8 * sizeof(T) ? T(0) : T(x << n); }
+T shift_left(T x, uint32_t n) {
+  return n >= 8 * sizeof(T) ? T(0) : T(x << n);
+}
 template <class T>
-T shift_right(T x, uint32_t n) { return n >= 8 * sizeof(T) ? T(x < 0 ? -1 : 0) : T(x >> n); }
+T shift_right(T x, uint32_t n) {
+  return n >= 8 * sizeof(T) ? T(x < 0 ? -1 : 0) : T(x >> n);
+}
 inline uint32_t funnel_shift(bool left, bool clamp, uint32_t low, uint32_t high, uint32_t n) {
   n = clamp ? (n < 32 ? n : 32) : n & 31;
   const uint64_t both = uint64_t(high) << 32 | low;
@@ -292,7 +324,9 @@ inline uint32_t logic3(uint32_t a, uint32_t b, uint32_t c, uint32_t table) {
     if (table >> i & 1) r |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
   return r;
 }
-inline uint8_t byte_of(uint32_t a, uint32_t b, uint32_t i) { return uint8_t((uint64_t(b) << 32 | a) >> (8 * (i & 7))); }
+inline uint8_t byte_of(uint32_t a, uint32_t b, uint32_t i) {
+  return uint8_t((uint64_t(b) << 32 | a) >> (8 * (i & 7)));
+}
 inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t r = 0;
   for (int i = 0; i < 4; i++) {
@@ -309,23 +343,40 @@ uint32_t permute_by(uint32_t a, uint32_t b, F index) {
   for (uint32_t i = 0; i < 4; i++) r |= uint32_t(byte_of(a, b, index(i))) << (8 * i);
   return r;
 }
-inline uint32_t permute_f4e(uint32_t a, uint32_t b, uint32_t c) { return permute_by(a, b, [=](uint32_t i) { return (c & 3) + i; }); }
-inline uint32_t permute_b4e(uint32_t a, uint32_t b, uint32_t c) { return permute_by(a, b, [=](uint32_t i) { return (c & 3) - i; }); }
-inline uint32_t permute_rc8(uint32_t a, uint32_t b, uint32_t c) { return permute_by(a, b, [=](uint32_t) { return c & 3; }); }
-inline uint32_t permute_ecl(uint32_t a, uint32_t b, uint32_t c) { return permute_by(a, b, [=](uint32_t i) { return i > (c & 3) ? i : c & 3; }); }
-inline uint32_t permute_ecr(uint32_t a, uint32_t b, uint32_t c) { return permute_by(a, b, [=](uint32_t i) { return i < (c & 3) ? i : c & 3; }); }
-inline uint32_t permute_rc16(uint32_t a, uint32_t b, uint32_t c) { return permute_by(a, b, [=](uint32_t i) { return (c & 1) * 2 + (i & 1); }); }
+inline uint32_t permute_f4e(uint32_t a, uint32_t b, uint32_t c) {
+  return permute_by(a, b, [=](uint32_t i) { return (c & 3) + i; });
+}
+inline uint32_t permute_b4e(uint32_t a, uint32_t b, uint32_t c) {
+  return permute_by(a, b, [=](uint32_t i) { return (c & 3) - i; });
+}
+inline uint32_t permute_rc8(uint32_t a, uint32_t b, uint32_t c) {
+  return permute_by(a, b, [=](uint32_t) { return c & 3; });
+}
+inline uint32_t permute_ecl(uint32_t a, uint32_t b, uint32_t c) {
+  return permute_by(a, b, [=](uint32_t i) { return i > (c & 3) ? i : c & 3; });
+}
+inline uint32_t permute_ecr(uint32_t a, uint32_t b, uint32_t c) {
+  return permute_by(a, b, [=](uint32_t i) { return i < (c & 3) ? i : c & 3; });
+}
+inline uint32_t permute_rc16(uint32_t a, uint32_t b, uint32_t c) {
+  return permute_by(a, b, [=](uint32_t i) { return (c & 1) * 2 + (i & 1); });
+}
 template <class T>
-uint32_t count_ones(T x) { return uint32_t(__builtin_popcountll(x)); }
+uint32_t count_ones(T x) {
+  return uint32_t(__builtin_popcountll(x));
+}
 template <class T>
-uint32_t leading_zeros(T x) { return x ? uint32_t(__builtin_clzll(uint64_t(x)) - (64 - 8 * sizeof(T))) : 8 * sizeof(T); }
+uint32_t leading_zeros(T x) {
+  return x ? uint32_t(__builtin_clzll(uint64_t(x)) - (64 - 8 * sizeof(T))) : 8 * sizeof(T);
+}
 template <class T>
 T reverse_bits(T x) {
   T r = 0;
   for (uint32_t i = 0; i < 8 * sizeof(T); i++) r |= ((x >> i) & 1) << (8 * sizeof(T) - 1 - i);
   return r;
 }
-// The highest bit that differs from the sign, or how far to shift it up; all ones when there is none.
+// The highest bit that differs from the sign, or how far to shift it up; all ones when there is
+// none.
 template <class T>
 uint32_t find_bit(T x, bool shift_amount) {
   using U = std::make_unsigned_t<T>;
@@ -343,7 +394,8 @@ T extract_field(T x, uint32_t at, uint32_t length) {
   const uint32_t top = at + length - 1 < width - 1 ? at + length - 1 : width - 1;
   const bool ones = std::is_signed_v<T> && (U(x) >> top & 1);
   const U field = at < width ? U(U(x) >> at) : U(ones ? -1 : 0);
-  if (length >= width) return at && ones && at < width ? T(field | ~U(0) << (width - at)) : T(field);
+  if (length >= width)
+    return at && ones && at < width ? T(field | ~U(0) << (width - at)) : T(field);
   const U mask = (U(1) << length) - 1;
   U r = field & mask;
   if (at + length > width && at < width && ones) r |= U(~U(0) << (width - at)) & mask;
@@ -368,7 +420,8 @@ uint32_t dot_bytes(uint32_t a, uint32_t b, uint32_t c) {
 }
 template <class A, class B>
 uint32_t dot_halves(uint32_t a, uint32_t b, uint32_t c, int high) {
-  for (int i = 0; i < 2; i++) c += uint32_t(int32_t(A(a >> (16 * i))) * int32_t(B(b >> (8 * (i + 2 * high)))));
+  for (int i = 0; i < 2; i++)
+    c += uint32_t(int32_t(A(a >> (16 * i))) * int32_t(B(b >> (8 * (i + 2 * high)))));
   return c;
 }
 

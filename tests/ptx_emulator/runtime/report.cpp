@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a finding says: the kernel, the thread, the PTX line, the source line, and the command that shows it again.
+// What a finding says: the kernel, the thread, the PTX line, the source line, and the command that
+// shows it again.
 #include <cuda_runtime_api.h>
 #include <cxxabi.h>
 #include <unistd.h>
@@ -22,25 +23,40 @@ static std::string* last = new std::string;
 
 static const char* title(Finding f) {
   switch (f) {
-    case kOutside: return "access outside memory";
-    case kMisaligned: return "misaligned access";
-    case kRace: return "data race";
-    case kUninitialised: return "read of uninitialised memory";
-    case kDivergent: return "divergent barrier";
-    case kDeadlock: return "deadlock";
-    case kAssertion: return "assertion failed";
-    case kTrapped: return "trap";
-    default: return "unsupported instruction";
+    case kOutside:
+      return "access outside memory";
+    case kMisaligned:
+      return "misaligned access";
+    case kRace:
+      return "data race";
+    case kUninitialised:
+      return "read of uninitialised memory";
+    case kDivergent:
+      return "divergent barrier";
+    case kDeadlock:
+      return "deadlock";
+    case kAssertion:
+      return "assertion failed";
+    case kTrapped:
+      return "trap";
+    default:
+      return "unsupported instruction";
   }
 }
 static int error_of(Finding f) {
   switch (f) {
-    case kOutside: return cudaErrorIllegalAddress;
-    case kMisaligned: return cudaErrorMisalignedAddress;
-    case kAssertion: return cudaErrorAssert;
-    case kDeadlock: return cudaErrorLaunchTimeout;
-    case kUnsupportedCode: return cudaErrorIllegalInstruction;
-    default: return cudaErrorLaunchFailure;
+    case kOutside:
+      return cudaErrorIllegalAddress;
+    case kMisaligned:
+      return cudaErrorMisalignedAddress;
+    case kAssertion:
+      return cudaErrorAssert;
+    case kDeadlock:
+      return cudaErrorLaunchTimeout;
+    case kUnsupportedCode:
+      return cudaErrorIllegalInstruction;
+    default:
+      return cudaErrorLaunchFailure;
   }
 }
 static std::string demangle(const char* name) {
@@ -54,17 +70,23 @@ static std::string extent(const uint32_t* v) {
   return "(" + std::to_string(v[0]) + "," + std::to_string(v[1]) + "," + std::to_string(v[2]) + ")";
 }
 static std::string quoted(const std::string& word) {
-  if (!word.empty() && word.find_first_not_of("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./:=,+") == std::string::npos)
+  if (!word.empty() &&
+      word.find_first_not_of(
+          "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./:=,+") ==
+          std::string::npos)
     return word;
   std::string out = "'";
   for (char c : word) out += c == '\'' ? std::string("'\\''") : std::string(1, c);
   return out + "'";
 }
 static std::string reproduce() {
-  std::string command = "PTX_EMULATOR_THREADS=1 PTX_EMULATOR_SEED=" + std::to_string(settings().seed);
+  std::string command =
+      "PTX_EMULATOR_THREADS=1 PTX_EMULATOR_SEED=" + std::to_string(settings().seed);
   for (char** e = environ; *e; e++) {
     const std::string entry = *e;
-    if (entry.rfind("PTX_EMULATOR_", 0) || !entry.rfind("PTX_EMULATOR_THREADS=", 0) || !entry.rfind("PTX_EMULATOR_SEED=", 0)) continue;
+    if (entry.rfind("PTX_EMULATOR_", 0) || !entry.rfind("PTX_EMULATOR_THREADS=", 0) ||
+        !entry.rfind("PTX_EMULATOR_SEED=", 0))
+      continue;
     command += " " + quoted(entry);
   }
   std::ifstream self("/proc/self/cmdline", std::ios::binary);
@@ -82,7 +104,8 @@ std::string describe_site(const Launch& launch, int site) {
   return *s.where ? text + "\n           " + s.where : text;
 }
 std::string describe_thread(const Block& b, uint32_t index) {
-  return index < b.threads ? "thread " + extent(b.thread[index]->tid) : "thread " + std::to_string(index);
+  return index < b.threads ? "thread " + extent(b.thread[index]->tid)
+                           : "thread " + std::to_string(index);
 }
 
 static void finish(const std::string& text, Launch* launch, int error) {
@@ -106,8 +129,9 @@ void fault(Thread* t, int site, Finding finding, const char* format, ...) {
   std::vsnprintf(what, sizeof what, format, arguments);
   va_end(arguments);
   std::ostringstream out;
-  out << "ptx_emulator: " << title(finding) << "\n  what     " << what << "\n  kernel   " << demangle(b->launch->kernel->name) << "\n  thread   "
-      << extent(t->tid) << " of " << extent(t->ntid) << ", block " << extent(t->ctaid) << " of " << extent(t->nctaid);
+  out << "ptx_emulator: " << title(finding) << "\n  what     " << what << "\n  kernel   "
+      << demangle(b->launch->kernel->name) << "\n  thread   " << extent(t->tid) << " of "
+      << extent(t->ntid) << ", block " << extent(t->ctaid) << " of " << extent(t->nctaid);
   if (site >= 0) out << "\n  at       " << describe_site(*b->launch, site);
   out << "\n  again    " << reproduce() << "\n";
   finish(out.str(), b->launch, error_of(finding));
@@ -128,10 +152,12 @@ void report_deadlock(Block* b) {
       if (!g.second) g.second = t;
       any = t;
     }
-  out << "ptx_emulator: " << title(kDeadlock) << "\n  what     " << b->live << " of " << b->threads << " threads never finish\n  kernel   "
-      << demangle(b->launch->kernel->name) << "\n  block    " << extent(any->ctaid) << " of " << extent(any->nctaid);
+  out << "ptx_emulator: " << title(kDeadlock) << "\n  what     " << b->live << " of " << b->threads
+      << " threads never finish\n  kernel   " << demangle(b->launch->kernel->name)
+      << "\n  block    " << extent(any->ctaid) << " of " << extent(any->nctaid);
   for (auto& g : groups)
-    out << "\n  waiting  " << g.second.first << " threads, " << extent(g.second.second->tid) << " first, for "
+    out << "\n  waiting  " << g.second.first << " threads, " << extent(g.second.second->tid)
+        << " first, for "
         << (g.first.first == kAtBarrier ? "a block barrier" : "other lanes of their warp") << " at "
         << describe_site(*b->launch, g.first.second);
   out << "\n  again    " << reproduce() << "\n";
@@ -150,15 +176,20 @@ void report_host(const char* format, ...) {
 }
 
 void bad_shared_access(Thread* t, int site, uint64_t offset, uint32_t size) {
-  fault(t, site, kOutside, "%u bytes of shared memory at offset 0x%lx; the block has %u bytes", size, (unsigned long)offset, t->shared_size);
+  fault(t, site, kOutside, "%u bytes of shared memory at offset 0x%lx; the block has %u bytes",
+        size, (unsigned long)offset, t->shared_size);
 }
 void misaligned_access(Thread* t, int site, uint64_t address, uint32_t size, bool shared) {
-  fault(t, site, kMisaligned, "an access of %u bytes at %s 0x%lx must be aligned to %u", size, shared ? "shared offset" : "address",
-        (unsigned long)address, size);
+  fault(t, site, kMisaligned, "an access of %u bytes at %s 0x%lx must be aligned to %u", size,
+        shared ? "shared offset" : "address", (unsigned long)address, size);
 }
-void unsupported(Thread* t, int site) { fault(t, site, kUnsupportedCode, "the emulator does not know this instruction, or this form of it"); }
+void unsupported(Thread* t, int site) {
+  fault(t, site, kUnsupportedCode,
+        "the emulator does not know this instruction, or this form of it");
+}
 void trap(Thread* t, int site) { fault(t, site, kTrapped, "the kernel stopped itself"); }
-void device_assert(Thread* t, const char* message, const char* file, uint32_t line, const char* function) {
+void device_assert(Thread* t, const char* message, const char* file, uint32_t line,
+                   const char* function) {
   fault(t, -1, kAssertion, "%s:%u: %s: `%s'", file, line, function, message);
 }
 
@@ -197,9 +228,12 @@ int device_printf(const char* format, const uint8_t* arguments) {
     char text[512];
     const char kind = piece.back();
     count++;
-    if (std::strchr("fFeEgGaA", kind)) std::snprintf(text, sizeof text, piece.c_str(), load<double>(next(8)));
-    else if (kind == 's' || kind == 'p' || wide) std::snprintf(text, sizeof text, piece.c_str(), load<uint64_t>(next(8)));
-    else std::snprintf(text, sizeof text, piece.c_str(), load<uint32_t>(next(4)));
+    if (std::strchr("fFeEgGaA", kind))
+      std::snprintf(text, sizeof text, piece.c_str(), load<double>(next(8)));
+    else if (kind == 's' || kind == 'p' || wide)
+      std::snprintf(text, sizeof text, piece.c_str(), load<uint64_t>(next(8)));
+    else
+      std::snprintf(text, sizeof text, piece.c_str(), load<uint32_t>(next(4)));
     out += text;
   }
   std::fputs(out.c_str(), stdout);

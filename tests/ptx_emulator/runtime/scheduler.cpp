@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Blocks start in increasing order and each runs to its end on one OS thread; inside a block every GPU thread is a fiber.
-// So a block that waits for an earlier one (decoupled look-back) always gets on, and a schedule is a choice among ready fibers.
+// Blocks start in increasing order and each runs to its end on one OS thread; inside a block every
+// GPU thread is a fiber. So a block that waits for an earlier one (decoupled look-back) always gets
+// on, and a schedule is a choice among ready fibers.
 #include <sys/mman.h>
 
 #include <time.h>
@@ -60,7 +61,8 @@ Worker::~Worker() {
 }
 uint8_t* Worker::stack_top(size_t index) {
   while (stacks.size() <= index) {
-    void* p = mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* p = mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) {
       std::perror("ptx_emulator: stack");
       std::abort();
@@ -68,7 +70,8 @@ uint8_t* Worker::stack_top(size_t index) {
     mprotect(p, 4096, PROT_NONE);
     stacks.push_back(static_cast<uint8_t*>(p));
   }
-  // Tops that differ in their low address bits: otherwise all fibers would share a few sets of the L1 cache.
+  // Tops that differ in their low address bits: otherwise all fibers would share a few sets of the
+  // L1 cache.
   return stacks[index] + stack_bytes - (index * 320) % 4096 / 64 * 64;
 }
 
@@ -85,7 +88,8 @@ void enqueue(Block* b, Thread* t) {
   if (at >= b->queue.size()) at -= uint32_t(b->queue.size());
   b->queue[at] = t->index;
 }
-// In order, a warp whose lanes have met goes on until it waits for others: its stacks are still in the cache.
+// In order, a warp whose lanes have met goes on until it waits for others: its stacks are still in
+// the cache.
 void enqueue_lanes(Block* b, Thread** warp, uint32_t lanes) {
   if (settings().seed != 0) {
     for (; lanes; lanes &= lanes - 1) enqueue(b, warp[__builtin_ctz(lanes)]);
@@ -108,7 +112,9 @@ static Thread* dequeue(Block* b) {
     const uint32_t at = (b->queue_head + --b->queue_size) % capacity;
     return b->thread[b->queue[at]];
   }
-  if (seed >= 2) std::swap(b->queue[b->queue_head], b->queue[(b->queue_head + next_random(b) % b->queue_size) % capacity]);
+  if (seed >= 2)
+    std::swap(b->queue[b->queue_head],
+              b->queue[(b->queue_head + next_random(b) % b->queue_size) % capacity]);
   const uint32_t picked = b->queue[b->queue_head];
   b->queue_head = b->queue_head + 1 == capacity ? 0 : b->queue_head + 1;
   b->queue_size--;
@@ -119,7 +125,8 @@ void switch_away(Thread* t) {
   Thread* next = dequeue(b);
   if (next == t) return;
   void* unused;
-  ptx_switch(t->state == kDone ? &unused : &t->stack_pointer, next ? next->stack_pointer : b->main_stack);
+  ptx_switch(t->state == kDone ? &unused : &t->stack_pointer,
+             next ? next->stack_pointer : b->main_stack);
 }
 void leave_block(Block* b) {
   void* unused;
@@ -137,7 +144,8 @@ void thread_exit(Thread* t) {
   __builtin_unreachable();
 }
 void yield(Thread* t, bool always) {
-  // Under a random schedule other threads may come in between at any strong access; in order, only a thread that spins gives way.
+  // Under a random schedule other threads may come in between at any strong access; in order, only
+  // a thread that spins gives way.
   if (!always && (settings().seed >= 2 ? next_random(t->block) % 4 != 0 : ++t->spins < 64)) return;
   t->spins = 0;
   Block* b = t->block;
@@ -145,8 +153,11 @@ void yield(Thread* t, bool always) {
     b->abandoned = true;
     leave_block(b);
   }
-  if ((++b->pauses & 0xfff) == 0 && std::chrono::steady_clock::now() - b->launch->progress.load() > std::chrono::seconds(settings().patience))
-    fault(t, -1, kDeadlock, "%u seconds of waiting in a loop, and no block gets on (PTX_EMULATOR_PATIENCE)", settings().patience);
+  if ((++b->pauses & 0xfff) == 0 && std::chrono::steady_clock::now() - b->launch->progress.load() >
+                                        std::chrono::seconds(settings().patience))
+    fault(t, -1, kDeadlock,
+          "%u seconds of waiting in a loop, and no block gets on (PTX_EMULATOR_PATIENCE)",
+          settings().patience);
   if (b->queue_size) {
     enqueue(b, t);
     switch_away(t);
@@ -170,17 +181,21 @@ static void prepare_thread(Block& b, Worker& w, uint32_t i) {
   const uint32_t alignment = std::max(16u, launch.kernel->dynamic_alignment);
   t.dynamic_offset = (launch.kernel->static_shared + alignment - 1) / alignment * alignment;
   t.dynamic_size = launch.dynamic_shared;
-  t.shared_size = launch.dynamic_shared ? t.dynamic_offset + launch.dynamic_shared : launch.kernel->static_shared;
+  t.shared_size = launch.dynamic_shared ? t.dynamic_offset + launch.dynamic_shared
+                                        : launch.kernel->static_shared;
   t.index = i, t.lane = i % 32, t.warp = i / 32;
   t.spins = 0, t.barrier = -1, t.copy_count = 0, t.copy_group = 0, t.site = -1;
   const uint32_t tid[] = {i % block.x, i / block.x % block.y, i / (block.x * block.y)};
-  const uint32_t cta[] = {uint32_t(b.linear % grid.x), uint32_t(b.linear / grid.x % grid.y), uint32_t(b.linear / (uint64_t(grid.x) * grid.y))};
+  const uint32_t cta[] = {uint32_t(b.linear % grid.x), uint32_t(b.linear / grid.x % grid.y),
+                          uint32_t(b.linear / (uint64_t(grid.x) * grid.y))};
   const uint32_t ntid[] = {block.x, block.y, block.z}, ncta[] = {grid.x, grid.y, grid.z};
-  for (int d = 0; d < 3; d++) t.tid[d] = tid[d], t.ctaid[d] = cta[d], t.ntid[d] = ntid[d], t.nctaid[d] = ncta[d];
+  for (int d = 0; d < 3; d++)
+    t.tid[d] = tid[d], t.ctaid[d] = cta[d], t.ntid[d] = ntid[d], t.nctaid[d] = ncta[d];
   std::fill(std::begin(t.executed), std::end(t.executed), 0);
   t.stack_high = w.stack_top(i);
   t.stack_low = w.stacks[i];
-  // The frame that ptx_switch pops: six registers, then the entry as its return address. The stack is 16-aligned there.
+  // The frame that ptx_switch pops: six registers, then the entry as its return address. The stack
+  // is 16-aligned there.
   auto** top = reinterpret_cast<void**>(t.stack_high);
   *--top = nullptr;
   *--top = nullptr;
@@ -204,11 +219,14 @@ static void run_block(Worker& w, Launch& launch, uint64_t linear) {
   b.abandoned = false;
   b.pauses = 0;
   b.threads = b.live = uint32_t(launch.block.volume());
-  b.random = (settings().seed * 0x9e3779b97f4a7c15ull) ^ ((linear + 1) * 0xbf58476d1ce4e5b9ull) ^ 0x94d049bb133111ebull;
+  b.random = (settings().seed * 0x9e3779b97f4a7c15ull) ^ ((linear + 1) * 0xbf58476d1ce4e5b9ull) ^
+             0x94d049bb133111ebull;
   const uint32_t alignment = std::max(16u, launch.kernel->dynamic_alignment);
-  const size_t size = (launch.kernel->static_shared + alignment - 1) / alignment * alignment + launch.dynamic_shared;
+  const size_t size = (launch.kernel->static_shared + alignment - 1) / alignment * alignment +
+                      launch.dynamic_shared;
   if (w.shared_storage.size() < size + 2048) w.shared_storage.resize(size + 2048);
-  w.shared = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(w.shared_storage.data()) + 1023) & ~uintptr_t(1023));
+  w.shared = reinterpret_cast<uint8_t*>(
+      (reinterpret_cast<uintptr_t>(w.shared_storage.data()) + 1023) & ~uintptr_t(1023));
   std::memset(w.shared, 0xff, size);  // NaN in every float format
   if (settings().initialised) w.shared_initialised.assign(size + 16, 0);
   if (settings().races) w.shared_shadow.resize(size + 16);
@@ -254,7 +272,8 @@ class Pool {
   }
   void run(Launch& launch) {
     // Local arrays of the kernel live on the fiber's stack.
-    const size_t stack = std::max<size_t>(128 << 10, (64 << 10) + (launch.kernel->local_bytes + 4095) / 4096 * 4096);
+    const size_t stack =
+        std::max<size_t>(128 << 10, (64 << 10) + (launch.kernel->local_bytes + 4095) / 4096 * 4096);
     for (auto& w : workers_)
       if (w->stack_bytes < stack) {
         for (uint8_t* s : w->stacks) munmap(s, w->stack_bytes);
@@ -283,7 +302,8 @@ class Pool {
  private:
   static void work(Worker& w, Launch& launch) {
     const uint64_t blocks = launch.grid.volume(), begin = processor_time();
-    for (uint64_t i; !launch.failed.load(std::memory_order_relaxed) && (i = launch.next++) < blocks;) {
+    for (uint64_t i;
+         !launch.failed.load(std::memory_order_relaxed) && (i = launch.next++) < blocks;) {
       run_block(w, launch, i);
       launch.progress = std::chrono::steady_clock::now();
     }
@@ -341,7 +361,8 @@ int run(Launch& launch) {
   launch.progress = begin;
   pool->run(launch);
   if (settings().times)
-    std::fprintf(stderr, "{\"kernel\": \"%s\", \"processor_seconds\": %.6f, \"seconds\": %.6f}\n", launch.kernel->name, double(launch.nanoseconds) * 1e-9,
+    std::fprintf(stderr, "{\"kernel\": \"%s\", \"processor_seconds\": %.6f, \"seconds\": %.6f}\n",
+                 launch.kernel->name, double(launch.nanoseconds) * 1e-9,
                  std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
   if (settings().races) clocks_end_launch();
   if (settings().count && !launch.failed) write_counts(launch);

@@ -20,7 +20,8 @@ static std::string variable(const char* name, const char* fallback = "") {
   return value && *value ? value : fallback;
 }
 [[noreturn]] static void bad_setting(const char* name, const std::string& got, const char* wanted) {
-  std::fprintf(stderr, "ptx_emulator: PTX_EMULATOR_%s is \"%s\"; possible: %s\n", name, got.c_str(), wanted);
+  std::fprintf(stderr, "ptx_emulator: PTX_EMULATOR_%s is \"%s\"; possible: %s\n", name, got.c_str(),
+               wanted);
   std::exit(2);
 }
 
@@ -31,18 +32,26 @@ static Settings read() {
     s.bounds = s.races = s.initialised = s.barriers = false;
     std::istringstream list(checks);
     for (std::string name; std::getline(list, name, ',');) {
-      if (name == "bounds") s.bounds = true;
-      else if (name == "races") s.races = true;
-      else if (name == "initialised") s.initialised = true;
-      else if (name == "barriers") s.barriers = true;
-      else if (name != "none") bad_setting("CHECKS", checks, "all, none, or a list of bounds,races,initialised,barriers");
+      if (name == "bounds")
+        s.bounds = true;
+      else if (name == "races")
+        s.races = true;
+      else if (name == "initialised")
+        s.initialised = true;
+      else if (name == "barriers")
+        s.barriers = true;
+      else if (name != "none")
+        bad_setting("CHECKS", checks, "all, none, or a list of bounds,races,initialised,barriers");
     }
   }
   s.seed = std::strtoull(variable("SEED", "0").c_str(), nullptr, 0);
   const std::string landing = variable("ASYNC", s.seed >= 2 ? "mixed" : "late");
-  if (landing == "early") s.landing = Settings::kEarly;
-  else if (landing == "mixed") s.landing = Settings::kMixed;
-  else if (landing != "late") bad_setting("ASYNC", landing, "late, early, mixed");
+  if (landing == "early")
+    s.landing = Settings::kEarly;
+  else if (landing == "mixed")
+    s.landing = Settings::kMixed;
+  else if (landing != "late")
+    bad_setting("ASYNC", landing, "late, early, mixed");
   s.threads = unsigned(std::atoi(variable("THREADS", "0").c_str()));
   if (!s.threads) s.threads = std::max(1u, std::thread::hardware_concurrency());
   s.count_file = variable("COUNT");
@@ -54,7 +63,8 @@ static Settings read() {
   if (on_error != "exit" && on_error != "return") bad_setting("ON_ERROR", on_error, "exit, return");
   s.return_errors = on_error == "return";
   s.arch = std::atoi(variable("ARCH", "0").c_str());
-  // The library lies in <build>/; the translator's place and the stamp of its sources are fixed when it is built.
+  // The library lies in <build>/; the translator's place and the stamp of its sources are fixed
+  // when it is built.
   Dl_info self;
   dladdr(reinterpret_cast<void*>(&read_settings), &self);
   char* real = realpath(self.dli_fname, nullptr);

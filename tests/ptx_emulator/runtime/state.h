@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The runtime's own state: a launch, the workers (OS threads) that run its blocks, and a running block.
+// The runtime's own state: a launch, the workers (OS threads) that run its blocks, and a running
+// block.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -28,7 +29,8 @@ struct Launch {
   const uint8_t* parameters;
   Extent grid, block;
   uint32_t dynamic_shared;
-  uint32_t first_serial;  // block i has serial first_serial + i; smaller serials belong to earlier launches
+  uint32_t first_serial;  // block i has serial first_serial + i; smaller serials belong to earlier
+                          // launches
   std::atomic<uint64_t> next{0};
   std::atomic<bool> failed{false};
   std::atomic<uint64_t> nanoseconds{0};  // of processor time, all workers together
@@ -40,10 +42,11 @@ struct Launch {
 
 struct Barrier {
   uint32_t arrived = 0, needed = 0, votes = 0, waiting = 0;
-  bool counted = false;       // a thread count was given
+  bool counted = false;        // a thread count was given
   Knowledge* known = nullptr;  // what threads that arrived without waiting bring along
 };
-// A warp collective that some lanes have reached: they meet those that name the same mask and operation.
+// A warp collective that some lanes have reached: they meet those that name the same mask and
+// operation.
 struct Meeting {
   uint32_t mask = 0, arrived = 0;
   int operation = 0;
@@ -74,7 +77,8 @@ struct Block {
   struct Known {
     uint32_t block = 0, thread = 0, time = 0;
   };
-  std::vector<Known> known_foreign;  // answers about `foreign`, by hash: what all threads know, they keep knowing
+  std::vector<Known>
+      known_foreign;  // answers about `foreign`, by hash: what all threads know, they keep knowing
   Knowledge* fenced = nullptr;  // what fences before the last barrier of all threads made visible
   bool abandoned = false;
 
@@ -109,8 +113,19 @@ void barriers_after_exit(Block*);
 void collectives_after_exit(Block*, uint32_t warp);
 
 // ---- report.cpp ----
-enum Finding { kOutside, kMisaligned, kRace, kUninitialised, kDivergent, kDeadlock, kAssertion, kTrapped, kUnsupportedCode };
-[[noreturn]] void fault(Thread*, int site, Finding, const char* format, ...) __attribute__((format(printf, 4, 5)));
+enum Finding {
+  kOutside,
+  kMisaligned,
+  kRace,
+  kUninitialised,
+  kDivergent,
+  kDeadlock,
+  kAssertion,
+  kTrapped,
+  kUnsupportedCode
+};
+[[noreturn]] void fault(Thread*, int site, Finding, const char* format, ...)
+    __attribute__((format(printf, 4, 5)));
 void report_deadlock(Block*);
 void report_host(const char* format, ...) __attribute__((format(printf, 1, 2)));
 std::string describe_site(const Launch&, int site);

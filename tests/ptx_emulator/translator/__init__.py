@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translate PTX to C++: ``parser`` reads the text, ``opcodes`` knows each instruction, ``emitter`` writes the code."""
+"""PTX to C++: ``parser`` reads the text, ``opcodes`` knows the instructions, ``emitter`` writes."""
 
 from .emitter import translate
 from .parser import parse

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write one PTX module as C++: a function per kernel, which each GPU thread runs on a stack of its own.
+"""Write one PTX module as C++: a function per kernel, run by each GPU thread on a stack of its own.
 
-Registers become unsigned integers; arithmetic reinterprets them. ``c`` is the running thread, ``P`` the kernel's parameters.
-An instruction that the opcode table does not know becomes a call that stops the thread when it is reached.
+Registers become unsigned integers; arithmetic reinterprets them. ``c`` is the running thread, ``P``
+the kernel's parameters. An instruction that the opcode table does not know becomes a call that
+stops the thread when it is reached.
 """
 
 import re
@@ -42,7 +43,7 @@ def translate(module: Module, *, count: bool = False) -> str:
 
 
 class FunctionEmitter:
-    """One function body. ``value``, ``assign`` and ``address`` are what the opcode table builds its statements from."""
+    """One function body. The opcode table builds on ``value``, ``assign`` and ``address``."""
 
     def __init__(self, module: "ModuleEmitter", function: Function):
         self.module, self.function = module, function
@@ -77,7 +78,7 @@ class FunctionEmitter:
     # ---- operands ----
 
     def raw(self, operand: str) -> tuple[str, str]:
-        """The C++ expression of an operand and its kind: register, integer, bits32, bits64 or address."""
+        """The C++ of an operand, and its kind: register, integer, bits32, bits64 or address."""
         operand = operand.strip()
         if re.match(r"^0[fF][0-9a-fA-F]{8}$", operand):
             return f"0x{operand[2:]}u", "bits32"
@@ -85,7 +86,11 @@ class FunctionEmitter:
             return f"0x{operand[2:]}ull", "bits64"
         if INTEGER.match(operand):
             number = int(operand.rstrip("U"), 0)
-            return (f"({number}ll)" if -(2**63) < number < 2**63 else f"((long long){number % 2**64}ull)"), "integer"
+            return (
+                f"({number}ll)"
+                if -(2**63) < number < 2**63
+                else f"((long long){number % 2**64}ull)"
+            ), "integer"
         if operand == "WARP_SZ":
             return "32", "integer"
         if operand.startswith("%"):
@@ -117,13 +122,18 @@ class FunctionEmitter:
             return text if kind == "register" else f"({text} != 0)"
         text, kind = self.raw(operand)
         if ptx_type == "f32":
-            return f"(float)as_double({text})" if kind == "bits64" else f"as_float((uint32_t){text})"
+            return (
+                f"(float)as_double({text})" if kind == "bits64" else f"as_float((uint32_t){text})"
+            )
         if ptx_type == "f64":
             return f"as_double({text})"
         return f"({cpp_type(ptx_type)}){text}"
 
     def assign(self, operand: str, ptx_type: str, expression: str) -> str:
-        """The statement that writes an expression of a PTX type to a register. Narrow signed values are sign-extended."""
+        """The statement that writes an expression of a PTX type to a register.
+
+        Narrow signed values are sign-extended.
+        """
         operand = operand.strip()
         if operand == "_":
             return f"(void)({expression});"
@@ -145,7 +155,10 @@ class FunctionEmitter:
         inner = operand.strip()[1:-1].strip()
         base, offset = inner, 0
         if (found := re.match(r"^(.+?)\s*([+-])\s*(-?\d+)$", inner)) and self.lookup(inner) is None:
-            base, offset = found.group(1), int(found.group(3)) * (1 if found.group(2) == "+" else -1)
+            base, offset = (
+                found.group(1),
+                int(found.group(3)) * (1 if found.group(2) == "+" else -1),
+            )
         symbol = self.lookup(base)
         text = self.raw(base)[0]
         text = f"({text} + {offset}ll)" if offset else text
@@ -203,14 +216,16 @@ class FunctionEmitter:
             return
         if v.space in ("local", "param"):
             name = f"m{len(self.arrays)}_{identifier(v.name)}"
-            self.arrays.append(f"alignas({max(v.alignment, 16)}) uint8_t {name}[{max(v.bytes, 1)}];")
+            self.arrays.append(
+                f"alignas({max(v.alignment, 16)}) uint8_t {name}[{max(v.bytes, 1)}];"
+            )
             self.local_bytes += v.bytes
             self.scopes[-1][v.name] = (v.space, name)
             return
         self.module.declare(v)
 
     def body(self) -> None:
-        """Two passes: first the labels of every scope (a branch may go forward), then the statements."""
+        """First the labels of every scope (a branch may go forward), then the statements."""
         labels: dict[int, dict[str, str]] = {0: {}}
         opened: dict[int, int] = {}
         stack, scopes = [0], 0
@@ -223,7 +238,9 @@ class FunctionEmitter:
             elif isinstance(statement, Scope):
                 stack.pop()
             elif isinstance(statement, Label):
-                labels[stack[-1]][f"{statement.name}:"] = f"L{stack[-1]}_{identifier(statement.name)}"
+                labels[stack[-1]][f"{statement.name}:"] = (
+                    f"L{stack[-1]}_{identifier(statement.name)}"
+                )
         self.scopes[0].update(labels[0])
         for at, statement in enumerate(self.function.body):
             if isinstance(statement, Scope):
@@ -281,7 +298,9 @@ class ModuleEmitter:
         name = f"g_{identifier(v.name)}"
         self.symbols[v.name] = ("global", name)
         if v.external:
-            raise Unsupported(f"external variable {v.name} at PTX line {v.line}: link the module without -rdc")
+            raise Unsupported(
+                f"external variable {v.name} at PTX line {v.line}: link the module without -rdc"
+            )
         data, relocations = bytearray(), []
         for at, text in enumerate(v.values or []):
             text = text.strip()
@@ -291,12 +310,18 @@ class ModuleEmitter:
                 number = int(text.rstrip("U"), 0)
             else:
                 number = 0
-                relocations.append(f"{{{name}, {at * SIZE[v.type]}, (uint64_t){self._symbol(text, v)}}}")
+                relocations.append(
+                    f"{{{name}, {at * SIZE[v.type]}, (uint64_t){self._symbol(text, v)}}}"
+                )
             data += (number % (1 << (8 * SIZE[v.type]))).to_bytes(SIZE[v.type], "little")
         size = max(v.bytes, 1)
         initial = ", ".join(map(str, data))
-        self.globals.append(f"alignas({max(v.alignment, 16)}) uint8_t {name}[{size}] = {{{initial}}};")
-        self.globals += [f"const Relocation relocation_{name}_{n}{r};" for n, r in enumerate(relocations)]
+        self.globals.append(
+            f"alignas({max(v.alignment, 16)}) uint8_t {name}[{size}] = {{{initial}}};"
+        )
+        self.globals += [
+            f"const Relocation relocation_{name}_{n}{r};" for n, r in enumerate(relocations)
+        ]
         self.variables.append((v.name, name, size, v.space == "const"))
 
     def _symbol(self, text: str, v: Variable) -> str:
@@ -333,8 +358,17 @@ class ModuleEmitter:
         ]
         prototypes = [f"{signature};" for e, signature, *_ in emitters if not e.function.is_kernel]
         sites = [self._site(i) for i in self.sites]
-        variables = [f'{{"{n}", {c}, {size}, {int(const)}}}' for n, c, size, const in self.variables]
-        parts = ['#include "device.h"', "using namespace ptx;", "namespace {", *self.globals, *prototypes, *bodies]
+        variables = [
+            f'{{"{n}", {c}, {size}, {int(const)}}}' for n, c, size, const in self.variables
+        ]
+        parts = [
+            '#include "device.h"',
+            "using namespace ptx;",
+            "namespace {",
+            *self.globals,
+            *prototypes,
+            *bodies,
+        ]
         parts += [f"const Site sites[] = {{{', '.join(sites) or '{}'}}};"]
         parts += [f"const Variable variables[] = {{{', '.join(variables) or '{}'}}};"]
         parts += [f"const Kernel kernels[] = {{{', '.join(k for k, _ in kernels) or '{}'}}};"]
@@ -382,14 +416,17 @@ class ModuleEmitter:
         sizes = ", ".join(str(n) for _, n in layout) or "0"
         arrays = f"const uint32_t offsets_{name}[] = {{{offsets}}}, sizes_{name}[] = {{{sizes}}};"
         return (
-            f'{{"{f.name}", kernel_{name}, sites, {shared}, {self.dynamic_alignment}, {len(layout)}, '
+            f'{{"{f.name}", kernel_{name}, sites, {shared}, {self.dynamic_alignment}, '
+            f"{len(layout)}, "
             f"offsets_{name}, sizes_{name}, {size}, {f.max_threads}, {e.local_bytes}}}",
             arrays,
         )
 
     @staticmethod
     def _site(i: Instruction) -> str:
-        quote = lambda text: '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'  # noqa: E731
+        def quote(text: str) -> str:
+            return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
         where = str(i.location) if i.location else ""
         return f"{{{i.line}, {quote(i.text)}, {quote(where)}}}"
 

@@ -1,16 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each PTX instruction does, as the C++ statement that does it.
 
-One function per family, registered under its base opcode: it takes the emitter (operands, registers, addresses) and the
-instruction, and returns C++. Helpers with a name of their own (``add_saturating``, ``round_half``) are in ``numbers.h``.
-A form that is not listed raises ``Unsupported`` and stops the thread that reaches it.
+One function per family, registered under its base opcode: it takes the emitter (operands,
+registers, addresses) and the instruction, and returns C++. Helpers with a name of their own
+(``add_saturating``, ``round_half``) are in ``numbers.h``. A form that is not listed raises
+``Unsupported`` and stops the thread that reaches it.
 """
 
-from .types import FLOATS, HALVES, SIZE, SPACES, Unsupported, bits, cpp_type, unsigned
+from .types import (
+    FLOATS,
+    HALVES,
+    SIZE,
+    SPACES,
+    Unsupported,
+    bits,
+    cpp_type,
+    identifier,
+    unsigned,
+)
 
 TABLE: dict = {}
 ROUNDING = {"rn": "kNearest", "rz": "kTowardZero", "rm": "kDown", "rp": "kUp"}
-COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
+COMPARE = {
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "lo": "<",
+    "ls": "<=",
+    "hi": ">",
+    "hs": ">=",
+}
 
 
 def opcode(*names):
@@ -53,9 +75,12 @@ _CLASS_OF = {name: kind for kind, names in _CLASSES.items() for name in names}
 def instruction_class(i) -> str:
     if i.opcode in ("ld", "ldu", "st"):
         space, verb = space_of(i), "Store" if i.opcode == "st" else "Load"
-        return {"shared": f"kShared{verb}", "param": "kParameter", "const": "kParameter", "local": "kLocal"}.get(
-            space, f"kGlobal{verb}"
-        )
+        return {
+            "shared": f"kShared{verb}",
+            "param": "kParameter",
+            "const": "kParameter",
+            "local": "kLocal",
+        }.get(space, f"kGlobal{verb}")
     if i.opcode in _CLASS_OF and not (i.opcode == "div" and i.type not in FLOATS):
         return _CLASS_OF[i.opcode]
     if i.type in FLOATS:
@@ -75,7 +100,8 @@ def _bra(e, i):
 def _brx(e, i):
     labels = e.targets[i.operands[1]]
     cases = " ".join(f"case {n}: goto {e.label(name)};" for n, name in enumerate(labels))
-    return f"switch ({e.value(i.operands[0], 'u32')}) {{ {cases} default: unsupported(c, {e.site(i)}); }}"
+    index = e.value(i.operands[0], "u32")
+    return f"switch ({index}) {{ {cases} default: unsupported(c, {e.site(i)}); }}"
 
 
 @opcode("ret")
@@ -118,16 +144,18 @@ def _call(e, i):
     text = lambda p: f"(const char*)load<uint64_t>({buffer(p)})"  # noqa: E731
     if name == "vprintf":
         values = f"(const uint8_t*)load<uint64_t>({buffer(arguments[1])})"
-        return f"store<int32_t>({buffer(results[0])}, device_printf({text(arguments[0])}, {values}));"
+        return (
+            f"store<int32_t>({buffer(results[0])}, device_printf({text(arguments[0])}, {values}));"
+        )
     if name == "__assertfail":
         message, file, line, function = arguments[:4]
-        return f"device_assert(c, {text(message)}, {text(file)}, load<uint32_t>({buffer(line)}), {text(function)});"
+        number = f"load<uint32_t>({buffer(line)})"
+        return f"device_assert(c, {text(message)}, {text(file)}, {number}, {text(function)});"
     if name not in e.module.functions:
         raise Unsupported(f"call of {name}")
     e.uses.add(name)
-    from .types import identifier
-
-    return f"function_{identifier(name)}({', '.join(['c', *(buffer(p) for p in results + arguments)])});"
+    passed = ["c", *(buffer(p) for p in results + arguments)]
+    return f"function_{identifier(name)}({', '.join(passed)});"
 
 
 # ---- moves, conversions ----
@@ -139,14 +167,23 @@ def _mov(e, i):
     if to.startswith("{"):
         parts = e.vector(to)
         width = SIZE[t] // len(parts)
-        writes = (e.assign(p, f"b{8 * width}", f"t_ >> {8 * width * n}") for n, p in enumerate(parts) if p != "_")
+        writes = (
+            e.assign(p, f"b{8 * width}", f"t_ >> {8 * width * n}")
+            for n, p in enumerate(parts)
+            if p != "_"
+        )
         return f"{{ {unsigned(SIZE[t])} t_ = {e.value(source, bits(t))}; {' '.join(writes)} }}"
     if source.startswith("{"):
         parts = e.vector(source)
         width = SIZE[t] // len(parts)
         whole = unsigned(SIZE[t])
         return e.assign(
-            to, bits(t), " | ".join(f"({whole}){e.value(p, f'b{8 * width}')} << {8 * width * n}" for n, p in enumerate(parts))
+            to,
+            bits(t),
+            " | ".join(
+                f"({whole}){e.value(p, f'b{8 * width}')} << {8 * width * n}"
+                for n, p in enumerate(parts)
+            ),
         )
     return e.assign(to, bits(t), e.value(source, bits(t)))
 
@@ -165,7 +202,9 @@ def _isspacep(e, i):
     if space_of(i) == "shared":
         return e.assign(i.operands[0], "pred", inside)
     if space_of(i) == "global":
-        return e.assign(i.operands[0], "pred", f"!{inside} && !on_own_stack(c, {e.value(i.operands[1], 'u64')})")
+        return e.assign(
+            i.operands[0], "pred", f"!{inside} && !on_own_stack(c, {e.value(i.operands[1], 'u64')})"
+        )
     if space_of(i) == "local":
         return e.assign(i.operands[0], "pred", f"on_own_stack(c, {e.value(i.operands[1], 'u64')})")
     raise Unsupported("isspacep")
@@ -185,7 +224,11 @@ def _cvt(e, i):
     if any(s in modifiers for s in ("rs", "xorsign", "pack")):
         raise Unsupported("cvt")
     mode = directed(i) or "kNearest"
-    relu, saturate, flush = "relu" in modifiers, "sat" in modifiers or "satfinite" in modifiers, "ftz" in modifiers
+    relu, saturate, flush = (
+        "relu" in modifiers,
+        "sat" in modifiers or "satfinite" in modifiers,
+        "ftz" in modifiers,
+    )
     if to in ("f16x2", "bf16x2"):  # the first source is the upper half
         if source != "f32" or len(i.operands) != 3 or saturate:
             raise Unsupported("cvt")
@@ -200,7 +243,11 @@ def _cvt(e, i):
             raise Unsupported("cvt")
         x = e.value(i.operands[1], "f32")
         x = f"relu({x})" if relu else x
-        return e.assign(i.operands[0], "b32", f"round_tf32({x}, {'true' if 'rna' in modifiers else 'false'}, {mode})")
+        return e.assign(
+            i.operands[0],
+            "b32",
+            f"round_tf32({x}, {'true' if 'rna' in modifiers else 'false'}, {mode})",
+        )
     from_float, to_float = source in (*FLOATS, "f16", "bf16"), to in (*FLOATS, "f16", "bf16")
     if source in ("e4m3x2", "e5m2x2") or to in ("e4m3x2", "e5m2x2"):
         raise Unsupported("cvt")
@@ -209,18 +256,22 @@ def _cvt(e, i):
         x = f"flush({x})"
     integral = next((s for s in modifiers if s in ("rni", "rzi", "rmi", "rpi")), None)
     if from_float and integral:
-        x = f"{ {'rni': 'nearbyint', 'rzi': 'trunc', 'rmi': 'floor', 'rpi': 'ceil'}[integral]}({x})".replace(" ", "")
-        x = f"std::{x}"
+        names = {"rni": "nearbyint", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
+        x = f"std::{names[integral]}({x})"
     if from_float and not to_float:
         wide = source == "f64" or to in ("s64", "u64")
-        return e.assign(i.operands[0], to, f"to_integer<{cpp_type(to)}>({x}, {'true' if wide else 'false'})")
+        return e.assign(
+            i.operands[0], to, f"to_integer<{cpp_type(to)}>({x}, {'true' if wide else 'false'})"
+        )
     if to in ("f16", "bf16"):
         x = f"relu({x})" if relu else f"saturate((double)({x}))" if saturate else x
-        return e.assign(i.operands[0], "b16", f"round_{'half' if to == 'f16' else 'bfloat'}({x}, {mode})")
+        return e.assign(
+            i.operands[0], "b16", f"round_{'half' if to == 'f16' else 'bfloat'}({x}, {mode})"
+        )
     if to_float:
         if mode != "kNearest":
             x = f"convert_rounded<{cpp_type(to)}>({x}, {mode})"
-        elif not (source == to):
+        elif source != to:
             x = f"({cpp_type(to)})({x})"
         x = f"flush({x})" if flush and to == "f32" else x
         x = f"relu({x})" if relu else x
@@ -246,10 +297,13 @@ def _ld(e, i):
     t = t if t[0] == "s" else bits(t)
     if SIZE[t] > 8:
         raise Unsupported("ld.b128")
-    pointer = e.address(i.operands[1], space, SIZE[t] * count, i, "kStrongLoad" if strong else "kLoad")
+    pointer = e.address(
+        i.operands[1], space, SIZE[t] * count, i, "kStrongLoad" if strong else "kLoad"
+    )
     load = "load_strong" if strong else "load"
     writes = (
-        e.assign(x, t, f"{load}<{cpp_type(t)}>(p_ + {n * SIZE[t]})") for n, x in enumerate(e.vector(i.operands[0]))
+        e.assign(x, t, f"{load}<{cpp_type(t)}>(p_ + {n * SIZE[t]})")
+        for n, x in enumerate(e.vector(i.operands[0]))
     )
     pause = "yield(c, false); " if strong and space != "param" else ""
     return f"{{ {pause}const uint8_t* p_ = {pointer}; {' '.join(writes)} }}"
@@ -284,7 +338,9 @@ def _atom(e, i):
     if t in HALVES:
         if operation not in ("add", "min", "max", "exch"):
             raise Unsupported("atom")
-        new = "b_" if operation == "exch" else f"{_HALF_NAMES[operation]}<{_half_format(t)}>(o_, b_)"
+        new = (
+            "b_" if operation == "exch" else f"{_HALF_NAMES[operation]}<{_half_format(t)}>(o_, b_)"
+        )
     elif t in FLOATS:
         real, pack = ("as_float", "float_bits") if t == "f32" else ("as_double", "double_bits")
         new = {
@@ -350,7 +406,9 @@ def _half_format(t):
     return "Half" if t.startswith("f16") else "Bfloat"
 
 
-_HALF_NAMES = {n: f"half_{n}" for n in ("add", "sub", "mul", "fma", "min", "max", "neg", "abs", "ex2", "tanh")}
+_HALF_NAMES = {
+    n: f"half_{n}" for n in ("add", "sub", "mul", "fma", "min", "max", "neg", "abs", "ex2", "tanh")
+}
 
 
 def _half(e, i):
@@ -371,7 +429,7 @@ def _half(e, i):
 
 
 def _float(e, i, nearest: str, rounded: str | None):
-    """f32 and f64. ``nearest`` is a format string of the operands; ``rounded`` names the helper for the directed modes."""
+    """f32, f64: ``nearest`` formats the operands, ``rounded`` names the helper of other modes."""
     t, mode = i.type, directed(i)
     x = [e.value(operand, t) for operand in i.operands[1:]]
     if i.has("ftz"):
@@ -392,7 +450,11 @@ def _add(e, i):
     if i.type in FLOATS:
         return _float(e, i, "{} + {}", "add_rounded")
     n, x, y = cpp_type(i.type), *(e.value(o, i.type) for o in i.operands[1:3])
-    return e.assign(i.operands[0], i.type, f"add_saturating<{n}>({x}, {y})" if i.has("sat") else f"(uint64_t){x} + (uint64_t){y}")
+    return e.assign(
+        i.operands[0],
+        i.type,
+        f"add_saturating<{n}>({x}, {y})" if i.has("sat") else f"(uint64_t){x} + (uint64_t){y}",
+    )
 
 
 @opcode("sub")
@@ -405,7 +467,9 @@ def _sub(e, i):
         return _float(e, i, "{} - {}", "subtract_rounded")
     n, x, y = cpp_type(i.type), *(e.value(o, i.type) for o in i.operands[1:3])
     return e.assign(
-        i.operands[0], i.type, f"subtract_saturating<{n}>({x}, {y})" if i.has("sat") else f"(uint64_t){x} - (uint64_t){y}"
+        i.operands[0],
+        i.type,
+        f"subtract_saturating<{n}>({x}, {y})" if i.has("sat") else f"(uint64_t){x} - (uint64_t){y}",
     )
 
 
@@ -441,7 +505,11 @@ def _mul(e, i):
     text, result = _product(e, i)
     if i.opcode.startswith("mad"):
         z = e.value(i.operands[3], result)
-        text = f"add_saturating<{cpp_type(result)}>({text}, {z})" if i.has("sat") else f"(uint64_t)({text}) + (uint64_t){z}"
+        text = (
+            f"add_saturating<{cpp_type(result)}>({text}, {z})"
+            if i.has("sat")
+            else f"(uint64_t)({text}) + (uint64_t){z}"
+        )
     return e.assign(i.operands[0], result, text)
 
 
@@ -455,7 +523,10 @@ def _product(e, i):
         result = f"{t[0]}{16 * size}"
         return f"({cpp_type(result)}){x} * ({cpp_type(result)}){y}", result
     if i.has("hi"):
-        return f"multiply_high<{n}>({x}, {y})" if not narrow else f"({n})(((int64_t){x} * {y}) >> 16)", t
+        return (
+            f"multiply_high<{n}>({x}, {y})" if not narrow else f"({n})(((int64_t){x} * {y}) >> 16)",
+            t,
+        )
     return f"(uint64_t){x} * (uint64_t){y}", t
 
 
@@ -470,7 +541,11 @@ def _mad_carry(e, i, carry_in):
     t = f"u{8 * SIZE[result]}"
     carry_out = "&carry" if i.has("cc") else "nullptr"
     z = e.value(i.operands[3], t)
-    return e.assign(i.operands[0], t, f"add_carry<{cpp_type(t)}>(({cpp_type(t)})({text}), {z}, {carry_in}, {carry_out})")
+    return e.assign(
+        i.operands[0],
+        t,
+        f"add_carry<{cpp_type(t)}>(({cpp_type(t)})({text}), {z}, {carry_in}, {carry_out})",
+    )
 
 
 @opcode("fma")
@@ -507,7 +582,9 @@ def _abs(e, i):
         return _half(e, i)
     if i.type in FLOATS:
         return _float(e, i, "std::fabs({})", None)
-    return e.assign(i.operands[0], i.type, f"absolute<{cpp_type(i.type)}>({e.value(i.operands[1], i.type)})")
+    return e.assign(
+        i.operands[0], i.type, f"absolute<{cpp_type(i.type)}>({e.value(i.operands[1], i.type)})"
+    )
 
 
 @opcode("min", "max")
@@ -551,13 +628,19 @@ def _unary(e, i):
         "rsqrt": "reciprocal_root({})",
         "rcp": "1 / ({})",
     }[i.opcode]
-    return _float(e, i, nearest, {"sqrt": "root_rounded", "rcp": "reciprocal_rounded"}.get(i.opcode))
+    return _float(
+        e, i, nearest, {"sqrt": "root_rounded", "rcp": "reciprocal_rounded"}.get(i.opcode)
+    )
 
 
 @opcode("sad")
 def _sad(e, i):
     x, y, z = (e.value(o, i.type) for o in i.operands[1:4])
-    return e.assign(i.operands[0], i.type, f"(uint64_t){z} + ({x} < {y} ? (uint64_t){y} - {x} : (uint64_t){x} - {y})")
+    return e.assign(
+        i.operands[0],
+        i.type,
+        f"(uint64_t){z} + ({x} < {y} ? (uint64_t){y} - {x} : (uint64_t){x} - {y})",
+    )
 
 
 @opcode("dp4a")
@@ -571,7 +654,11 @@ def _dp4a(e, i):
 def _dp2a(e, i):
     x, y, z = (e.value(o, "u32") for o in i.operands[1:4])
     first, second = i.suffixes[-2:]
-    types = f"{'int16_t' if first[0] == 's' else 'uint16_t'}, {'int8_t' if second[0] == 's' else 'uint8_t'}"
+    halves, quarters = (
+        "int16_t" if first[0] == "s" else "uint16_t",
+        "int8_t" if second[0] == "s" else "uint8_t",
+    )
+    types = f"{halves}, {quarters}"
     return e.assign(i.operands[0], "u32", f"dot_halves<{types}>({x}, {y}, {z}, {int(i.has('hi'))})")
 
 
@@ -591,7 +678,9 @@ TABLE |= {"and": _logic("&"), "or": _logic("|"), "xor": _logic("^")}
 
 @opcode("not")
 def _not(e, i):
-    return e.assign(i.operands[0], i.type, f"{'!' if i.type == 'pred' else '~'}{e.value(i.operands[1], i.type)}")
+    return e.assign(
+        i.operands[0], i.type, f"{'!' if i.type == 'pred' else '~'}{e.value(i.operands[1], i.type)}"
+    )
 
 
 @opcode("cnot")
@@ -603,14 +692,22 @@ def _cnot(e, i):
 def _shift(e, i):
     t = i.type if i.opcode == "shr" and i.type[0] == "s" else f"u{8 * SIZE[i.type]}"
     name = "shift_left" if i.opcode == "shl" else "shift_right"
-    return e.assign(i.operands[0], t, f"{name}<{cpp_type(t)}>({e.value(i.operands[1], t)}, {e.value(i.operands[2], 'u32')})")
+    return e.assign(
+        i.operands[0],
+        t,
+        f"{name}<{cpp_type(t)}>({e.value(i.operands[1], t)}, {e.value(i.operands[2], 'u32')})",
+    )
 
 
 @opcode("shf")
 def _shf(e, i):
     left, clamp = i.has("l"), i.has("clamp")
     arguments = ", ".join(e.value(o, "u32") for o in i.operands[1:4])
-    return e.assign(i.operands[0], "b32", f"funnel_shift({str(left).lower()}, {str(clamp).lower()}, {arguments})")
+    return e.assign(
+        i.operands[0],
+        "b32",
+        f"funnel_shift({str(left).lower()}, {str(clamp).lower()}, {arguments})",
+    )
 
 
 @opcode("lop3")
@@ -645,7 +742,11 @@ def _brev(e, i):
 @opcode("bfind")
 def _bfind(e, i):
     amount = "true" if i.has("shiftamt") else "false"
-    return e.assign(i.operands[0], "u32", f"find_bit<{cpp_type(i.type)}>({e.value(i.operands[1], i.type)}, {amount})")
+    return e.assign(
+        i.operands[0],
+        "u32",
+        f"find_bit<{cpp_type(i.type)}>({e.value(i.operands[1], i.type)}, {amount})",
+    )
 
 
 @opcode("bfe")
@@ -666,7 +767,9 @@ def _bfi(e, i):
 @opcode("bmsk")
 def _bmsk(e, i):
     at, length = (e.value(o, "u32") for o in i.operands[1:3])
-    return e.assign(i.operands[0], "b32", f"bit_mask({str(i.has('clamp')).lower()}, {at}, {length})")
+    return e.assign(
+        i.operands[0], "b32", f"bit_mask({str(i.has('clamp')).lower()}, {at}, {length})"
+    )
 
 
 # ---- comparison and selection ----
@@ -706,7 +809,8 @@ def _combined(e, i, test, extra):
     name = next((s for s in i.suffixes[1:] if s in ("and", "or", "xor")), None)
     if not name:
         return test
-    return f"({test} {dict(zip(('and', 'or', 'xor'), '&|^', strict=True))[name]} {e.value(extra, 'pred')})"
+    operator = {"and": "&", "or": "|", "xor": "^"}[name]
+    return f"({test} {operator} {e.value(extra, 'pred')})"
 
 
 @opcode("setp")
@@ -729,7 +833,9 @@ def _set(e, i):
         raise Unsupported("set on halves")
     extra = i.operands[3] if len(i.operands) > 3 else None
     test = _combined(e, i, _comparison(e, i, t), extra)
-    return e.assign(i.operands[0], to, f"{test} ? 1.0f : 0.0f" if to == "f32" else f"{test} ? ~0u : 0u")
+    return e.assign(
+        i.operands[0], to, f"{test} ? 1.0f : 0.0f" if to == "f32" else f"{test} ? ~0u : 0u"
+    )
 
 
 # ---- barriers and warp collectives ----
@@ -747,17 +853,23 @@ def _bar(e, i):
     if kind == "arrive":
         return f"barrier_arrive(c, {site}, {u32(i.operands[0])}, {u32(i.operands[1])});"
     if kind == "red":
-        operation = next(name for s, name in (("popc", "kCount"), ("and", "kAll"), ("or", "kAny")) if i.has(s))
+        operation = next(
+            name for s, name in (("popc", "kCount"), ("and", "kAll"), ("or", "kAny")) if i.has(s)
+        )
         count = u32(i.operands[2]) if len(i.operands) > 3 else "0"
         vote = e.value(i.operands[-1], "pred")
         return e.assign(
-            i.operands[0], i.type, f"block_barrier(c, {site}, {u32(i.operands[1])}, {count}, {operation}, {vote})"
+            i.operands[0],
+            i.type,
+            f"block_barrier(c, {site}, {u32(i.operands[1])}, {count}, {operation}, {vote})",
         )
     raise Unsupported(i.opcode)
 
 
 @opcode("activemask")
-def _activemask(e, i):  # a lane alone is always a legal answer, and defeats code that assumes convergence
+def _activemask(
+    e, i
+):  # a lane alone is always a legal answer, and defeats code that assumes convergence
     return e.assign(i.operands[0], "b32", "1u << c->lane")
 
 
@@ -777,15 +889,19 @@ def _shfl(e, i):
 
 @opcode("vote")
 def _vote(e, i):
-    mode = {"all": "kVoteAll", "any": "kVoteAny", "uni": "kVoteUniform", "ballot": "kBallot"}[i.suffixes[1]]
-    call = f"vote(c, {e.site(i)}, {mode}, {e.value(i.operands[1], 'pred')}, {e.value(i.operands[2], 'u32')})"
+    mode = {"all": "kVoteAll", "any": "kVoteAny", "uni": "kVoteUniform", "ballot": "kBallot"}[
+        i.suffixes[1]
+    ]
+    predicate, mask = e.value(i.operands[1], "pred"), e.value(i.operands[2], "u32")
+    call = f"vote(c, {e.site(i)}, {mode}, {predicate}, {mask})"
     return e.assign(i.operands[0], "b32" if mode == "kBallot" else "pred", call)
 
 
 @opcode("match")
 def _match(e, i):
     all_ = "true" if i.suffixes[0] == "all" else "false"
-    call = f"match(c, {e.site(i)}, {all_}, {e.value(i.operands[1], i.type)}, {e.value(i.operands[2], 'u32')}, &p_)"
+    value, mask = e.value(i.operands[1], i.type), e.value(i.operands[2], "u32")
+    call = f"match(c, {e.site(i)}, {all_}, {value}, {mask}, &p_)"
     return _with_predicate(e, i, call)
 
 
@@ -794,9 +910,17 @@ def _redux(e, i):
     if i.type == "f32":
         raise Unsupported("redux.f32")
     signed = "Signed" if i.type == "s32" else ""
-    names = {"add": "kAdd", "and": "kAnd", "or": "kOr", "xor": "kXor", "min": f"kMin{signed}", "max": f"kMax{signed}"}
+    names = {
+        "add": "kAdd",
+        "and": "kAnd",
+        "or": "kOr",
+        "xor": "kXor",
+        "min": f"kMin{signed}",
+        "max": f"kMax{signed}",
+    }
     operation = names[i.suffixes[1]]
-    call = f"reduce(c, {e.site(i)}, {operation}, {e.value(i.operands[1], 'u32')}, {e.value(i.operands[2], 'u32')})"
+    value, mask = (e.value(o, "u32") for o in i.operands[1:3])
+    call = f"reduce(c, {e.site(i)}, {operation}, {value}, {mask})"
     return e.assign(i.operands[0], "b32", call)
 
 
@@ -810,17 +934,30 @@ def _mma(e, i):
     shape = next(s for s in i.suffixes if s.startswith("m") and "n" in s and "k" in s)
     to, a_type, b_type, c_type = i.suffixes[-4:]
     k = int(shape.split("k")[1])
-    if not shape.startswith("m16n8k") or a_type != b_type or (a_type, k) not in MMA_SHAPES or to != c_type:
+    if (
+        not shape.startswith("m16n8k")
+        or a_type != b_type
+        or (a_type, k) not in MMA_SHAPES
+        or to != c_type
+    ):
         raise Unsupported("mma")
-    if not (i.has("row") and i.has("col")) or to not in ("f32", "f16") or (to == "f16" and a_type != "f16"):
+    if (
+        not (i.has("row") and i.has("col"))
+        or to not in ("f32", "f16")
+        or (to == "f16" and a_type != "f16")
+    ):
         raise Unsupported("mma")
-    words = lambda name, o: f"uint32_t {name}[4] = {{{', '.join(e.value(x, 'b32') for x in e.vector(o))}}};"  # noqa: E731
+
+    def words(name, o):
+        return f"uint32_t {name}[4] = {{{', '.join(e.value(x, 'b32') for x in e.vector(o))}}};"
+
     d = e.vector(i.operands[0])
     kind = {"bf16": "kBf16", "f16": "kF16", "tf32": "kTf32"}[a_type]
     half = "true" if to == "f16" else "false"
     writes = " ".join(e.assign(x, "b32", f"d_[{n}]") for n, x in enumerate(d))
     inputs = " ".join(words(n, o) for n, o in zip(("a_", "b_", "c_"), i.operands[1:4], strict=True))
-    return f"{{ {inputs} uint32_t d_[4]; mma(c, {e.site(i)}, {k}, {kind}, {half}, d_, a_, b_, c_); {writes} }}"
+    call = f"mma(c, {e.site(i)}, {k}, {kind}, {half}, d_, a_, b_, c_);"
+    return f"{{ {inputs} uint32_t d_[4]; {call} {writes} }}"
 
 
 def _matrix_address(e, i, operand, count, access):
@@ -836,7 +973,8 @@ def _ldmatrix(e, i):
     writes = " ".join(e.assign(x, "b32", f"d_[{n}]") for n, x in enumerate(e.vector(i.operands[0])))
     row = _matrix_address(e, i, i.operands[1], count, "kMatrixRead")
     trans = str(i.has("trans")).lower()
-    return f"{{ uint32_t d_[4]; const uint8_t* r_ = {row}; load_matrix(c, {e.site(i)}, {count}, {trans}, r_, d_); {writes} }}"
+    call = f"load_matrix(c, {e.site(i)}, {count}, {trans}, r_, d_);"
+    return f"{{ uint32_t d_[4]; const uint8_t* r_ = {row}; {call} {writes} }}"
 
 
 @opcode("stmatrix")
@@ -847,9 +985,12 @@ def _stmatrix(e, i):
     values = ", ".join(e.value(x, "b32") for x in e.vector(i.operands[1]))
     row = _matrix_address(e, i, i.operands[0], count, "kMatrixWrite")
     trans = str(i.has("trans")).lower()
-    return f"{{ uint32_t s_[4] = {{{values}}}; uint8_t* r_ = {row}; store_matrix(c, {e.site(i)}, {count}, {trans}, r_, s_); }}"
+    call = f"store_matrix(c, {e.site(i)}, {count}, {trans}, r_, s_);"
+    return f"{{ uint32_t s_[4] = {{{values}}}; uint8_t* r_ = {row}; {call} }}"
 
 
 @opcode("movmatrix")
 def _movmatrix(e, i):
-    return e.assign(i.operands[0], "b32", f"move_matrix(c, {e.site(i)}, {e.value(i.operands[1], 'b32')})")
+    return e.assign(
+        i.operands[0], "b32", f"move_matrix(c, {e.site(i)}, {e.value(i.operands[1], 'b32')})"
+    )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read the text of one PTX module into statements that remember their line.
 
-The parser knows the shape of PTX (functions, scopes, declarations, instructions) and nothing of what an instruction does.
+The parser knows the shape of PTX (functions, scopes, declarations, instructions) and nothing of
+what an instruction does.
 """
 
 import re
@@ -107,14 +108,18 @@ class Module:
 
 _VARIABLE = re.compile(
     r"^((?:\.(?:visible|extern|weak|common|managed)\s+)*)\.(global|const|shared|local|param)\s+"
-    r"(?:\.align\s+(\d+)\s+)?(?:\.(v[248])\s+)?\.(\w+)\s+([\w$%]+)\s*((?:\[\s*\d*\s*\])*)\s*(?:=\s*(.*))?$",
+    r"(?:\.align\s+(\d+)\s+)?(?:\.(v[248])\s+)?\.(\w+)\s+([\w$%]+)\s*"
+    r"((?:\[\s*\d*\s*\])*)\s*(?:=\s*(.*))?$",
     re.S,
 )
 _PARAMETER = re.compile(
-    r"^\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s*(?:\.\w+\s*)?(?:\.align\s+\d+\s*)?)?([\w$]+)\s*(?:\[(\d+)\])?$"
+    r"^\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+"
+    r"(?:\.ptr\s*(?:\.\w+\s*)?(?:\.align\s+\d+\s*)?)?([\w$]+)\s*(?:\[(\d+)\])?$"
 )
 _FUNCTION = re.compile(r"(?:\.(?:visible|extern|weak|common|noreturn)\s+)*\.(entry|func)\b")
-_HEADER = re.compile(r"\.(?:entry|func)\s*(\([^)]*\))?\s*([\w$]+)\s*(\(.*?\))?\s*(?:\.[a-z].*)?$", re.S)
+_HEADER = re.compile(
+    r"\.(?:entry|func)\s*(\([^)]*\))?\s*([\w$]+)\s*(\(.*?\))?\s*(?:\.[a-z].*)?$", re.S
+)
 _THREADS = re.compile(r"\.(?:maxntid|reqntid)\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
 _LOCATION = re.compile(r"^\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:.*\binlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
 _INSTRUCTION = re.compile(r"^(?:@(!?[%\w$]+)\s+)?([\w.:]+)\s*(.*)$", re.S)
@@ -217,8 +222,13 @@ class _Reader:
             limit = 1
             for extent in threads.groups():
                 limit *= int(extent or 1)
-        lists = [[self._parameter(p) for p in split_list(text[1:-1])] if text else [] for text in (results, parameters)]
-        self.module.functions.append(Function(name, is_kernel, *lists, limit, self._statements(body, line)))
+        lists = [
+            [self._parameter(p) for p in split_list(text[1:-1])] if text else []
+            for text in (results, parameters)
+        ]
+        self.module.functions.append(
+            Function(name, is_kernel, *lists, limit, self._statements(body, line))
+        )
 
     @staticmethod
     def _parameter(text: str) -> Parameter:
@@ -250,7 +260,11 @@ class _Reader:
                 if not current.strip():
                     start = line
                 # A label needs no semicolon, and another statement may follow it.
-                while found := re.match(r"^\s*([\w$]+)\s*:(?!:)\s*", token) if not current.strip() else None:
+                while (
+                    found := re.match(r"^\s*([\w$]+)\s*:(?!:)\s*", token)
+                    if not current.strip()
+                    else None
+                ):
                     out.append(Label(found.group(1)))
                     token = token[found.end() :]
                 depth += token.count("{") - token.count("}")
@@ -276,7 +290,9 @@ class _Reader:
             expanded = []
             for name in split_list(names):
                 run = re.match(r"^(.+?)<(\d+)>$", name)
-                expanded += [f"{run.group(1)}{i}" for i in range(int(run.group(2)))] if run else [name]
+                expanded += (
+                    [f"{run.group(1)}{i}" for i in range(int(run.group(2)))] if run else [name]
+                )
             return Registers(kind, expanded)
         if text.startswith("."):
             return self._variable(text, line)
