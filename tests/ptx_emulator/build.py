@@ -169,8 +169,6 @@ def library() -> pathlib.Path:
     defines = (
         f'-DPTX_EMULATOR_SOURCE="{HERE}"',
         f'-DPTX_EMULATOR_TOOLCHAIN="{toolchain()}"',
-        f'-DPTX_EMULATOR_CXX="{CXX}"',
-        f'-DPTX_EMULATOR_CXX_FLAGS="{" ".join(TRANSLATED_FLAGS)}"',
     )
 
     def compile_one(name: str) -> pathlib.Path:

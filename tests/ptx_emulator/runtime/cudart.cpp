@@ -62,7 +62,7 @@ const Limits kLimits[] = {
     {120, 99, 100, 1536, 24},  {121, 99, 100, 1536, 24}};
 constexpr int kPlainShared = 48 << 10;
 
-struct State2 {
+struct Registry {
   std::recursive_mutex mutex;
   std::map<const void*, RegisteredKernel> kernels;
   std::map<const void*, RegisteredVariable> variables;
@@ -71,9 +71,9 @@ struct State2 {
   int newest_arch = 0;
   std::vector<CUstream_st*> capturing;
 };
-State2& state() {
+Registry& state() {
   static auto* s =
-      new State2;  // nvcc's registration runs before the static constructors of this library
+      new Registry;  // nvcc's registration runs before the static constructors of this library
   return *s;
 }
 struct Configuration {

@@ -509,12 +509,11 @@ void watch_generic(Thread* t, int site, uint64_t address, uint32_t size, Access 
 
 // ---- cp.async ----
 
-static void land(Thread* t, AsyncCopy& copy) {
+static void land(AsyncCopy& copy) {
   if (copy.landed) return;
   std::memcpy(copy.to, copy.from, copy.valid);
   std::memset(copy.to + copy.valid, 0, copy.size - copy.valid);
   copy.landed = true;
-  (void)t;
 }
 void async_copy(Thread* t, int site, uint8_t* to, uint64_t from, uint32_t size, uint32_t valid) {
   valid = std::min(size, valid);
@@ -529,7 +528,7 @@ void async_copy(Thread* t, int site, uint8_t* to, uint64_t from, uint32_t size, 
   copy = {to, reinterpret_cast<const uint8_t*>(from), size, valid, t->copy_group, site, false};
   const Settings& s = settings();
   if (s.landing == Settings::kEarly || (s.landing == Settings::kMixed && next_random(t->block) % 2))
-    land(t, copy);
+    land(copy);
 }
 void async_commit(Thread* t) { t->copy_group++; }
 void async_wait(Thread* t, int pending) {
@@ -540,7 +539,7 @@ void async_wait(Thread* t, int pending) {
       t->copies[kept++] = copy;
       continue;
     }
-    land(t, copy);
+    land(copy);
     if (watching) settle_async(t, copy.to, copy.size, copy.site);
   }
   t->copy_count = kept;

@@ -74,8 +74,6 @@ static Settings read() {
   s.cache = variable("CACHE", (folder + "/translated").c_str());
   s.translator = PTX_EMULATOR_SOURCE;
   s.toolchain = PTX_EMULATOR_TOOLCHAIN;
-  s.cxx = PTX_EMULATOR_CXX;
-  s.cxx_flags = PTX_EMULATOR_CXX_FLAGS;
   return s;
 }
 

@@ -17,7 +17,9 @@ struct Settings {
   bool times = false;          // a line per launch on standard error
   bool return_errors = false;  // a finding fails the launch instead of the process
   int arch = 0;                // compute capability; 0: that of the newest PTX in the program
-  std::string cache, translator, toolchain, cxx, cxx_flags;
+  std::string cache;           // folder of translations
+  std::string translator;      // folder of build.py
+  std::string toolchain;       // stamp of what decides a translation besides its PTX
 };
 extern Settings* the_settings;
 Settings& read_settings();
