@@ -48,6 +48,7 @@ def runtime() -> ctypes.CDLL:
     lib.ptx_emulator_set_seed.argtypes = [ctypes.c_uint64]
     lib.ptx_emulator_capture_end.argtypes = [ctypes.POINTER(ctypes.c_void_p)]
     lib.ptx_emulator_replay.argtypes = [ctypes.c_void_p]
+    lib.ptx_emulator_forget_graph.argtypes = [ctypes.c_void_p]
     lib.ptx_emulator_return_errors(1)  # a finding is an exception here, not the end of the process
     return lib
 
@@ -114,6 +115,10 @@ class Graph:
 
     def __init__(self) -> None:
         self._graph = ctypes.c_void_p()
+
+    def __del__(self) -> None:
+        if self._graph:
+            runtime().ptx_emulator_forget_graph(self._graph)
 
     def replay(self) -> None:
         if error := runtime().ptx_emulator_replay(self._graph):

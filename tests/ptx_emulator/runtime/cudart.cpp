@@ -36,6 +36,7 @@ struct Operation {
 };
 struct CUgraph_st {
   std::vector<Operation> operations;
+  std::vector<const void*> kept;  // memory of others that a replay comes back to
 };
 struct CUgraphExec_st {
   std::vector<Operation> operations;
@@ -770,6 +771,17 @@ int ptx_emulator_capture_begin() {
 }
 int ptx_emulator_capture_end(void** graph) {
   return cudaStreamEndCapture(own_stream(), reinterpret_cast<cudaGraph_t*>(graph));
+}
+// Called instead of conceal while capturing: the memory stays exposed as long as the graph lives.
+void ptx_emulator_keep(const void* pointer) {
+  LOCKED;
+  own_stream()->graph->kept.push_back(pointer);
+}
+void ptx_emulator_forget_graph(void* graph) {
+  LOCKED;
+  auto* g = static_cast<CUgraph_st*>(graph);
+  for (const void* p : g->kept) conceal(p);
+  delete g;
 }
 int ptx_emulator_replay(void* graph) {
   LOCKED;

@@ -445,16 +445,26 @@ static void watch_global(Thread* t, int site, uint64_t address, uint32_t size, A
     const uint64_t parameters = reinterpret_cast<uint64_t>(b->launch->parameters);
     if (!kind.writes && address - parameters < b->launch->kernel->parameter_bytes) return;
     if (!s.bounds) return;
+    // Name what lies nearest: an allocation before or after the address, or the block's shared
+    // memory.
     Allocation* near = find_allocation(address);
-    const uint64_t beyond = address - (reinterpret_cast<uint64_t>(t->shared) + t->shared_size);
-    if (!near && beyond < (64 << 10)) bad_shared_access(t, site, t->shared_size + beyond, size);
+    uint64_t distance = near ? 0 : ~0ull;
     if (!near) {
-      auto at = position(address);
-      if (at != allocations().end() && (*at)->address - address <= 4096) near = *at;
-      if (at != allocations().begin() &&
-          address - ((*std::prev(at))->address + (*std::prev(at))->size) < kGap)
-        near = *std::prev(at);
+      const auto at = position(address);
+      if (at != allocations().begin()) {
+        Allocation* before = *std::prev(at);
+        distance = address - (before->address + before->size);
+        if (distance < kGap) near = before;
+      }
+      if (at != allocations().end() &&
+          (*at)->address - address < std::min<uint64_t>(distance, 4096)) {
+        near = *at;
+        distance = near->address - address;
+      }
     }
+    const uint64_t beyond = address - (reinterpret_cast<uint64_t>(t->shared) + t->shared_size);
+    if (t->shared_size && beyond < std::min<uint64_t>(distance, 64 << 10))
+      bad_shared_access(t, site, t->shared_size + beyond, size);
     const char* what = kind.writes ? "write" : "read";
     if (near)
       fault(t, site, kOutside, "%s of %u bytes at offset %ld of an allocation of %zu bytes%s%s",

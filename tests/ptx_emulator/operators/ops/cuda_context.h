@@ -24,6 +24,7 @@ void ptx_emulator_expose(const void* pointer, size_t bytes, int written);
 void ptx_emulator_conceal(const void* pointer);
 void* ptx_emulator_stream();
 int ptx_emulator_capturing();
+void ptx_emulator_keep(const void* pointer);
 }
 
 // The dispatch key that the operators are registered for.
@@ -55,8 +56,9 @@ class CudaContext {
       if (x && x->numel()) expose(range_of(*x), 0);
   }
   ~CudaContext() {
-    if (ptx_emulator_capturing()) return;  // a replay comes back to this memory
-    for (const char* p : exposed_) ptx_emulator_conceal(p);
+    // A replay comes back to the memory of what was captured.
+    const auto leave = ptx_emulator_capturing() ? ptx_emulator_keep : ptx_emulator_conceal;
+    for (const char* p : exposed_) leave(p);
   }
   CudaContext(const CudaContext&) = delete;
 
