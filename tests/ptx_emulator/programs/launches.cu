@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a launch may ask for: threads, grids, shared memory, by the limits of the architecture that
+// the program was built for.
+#include "testing.cuh"
+using namespace testing;
+
+__global__ void anything(float* x) {
+  extern __shared__ float box[];
+  if (x && threadIdx.x + threadIdx.y + threadIdx.z == 0) x[0] = 1, box[0] = 1;
+}
+__global__ void __launch_bounds__(128) bounded(float* x) {
+  if (x && threadIdx.x == 0) x[0] = 1;
+}
+__global__ void with_static(float* x) {
+  extern __shared__ float box[];
+  __shared__ float fixed[4096];  // 16 KiB
+  fixed[threadIdx.x] = 1;
+  box[threadIdx.x] = 2;
+  __syncthreads();
+  if (x && threadIdx.x == 0) x[0] = fixed[0] + box[0];
+}
+__global__ void empty() {}
+
+static void expect(const char* name, cudaError_t want) {
+  const cudaError_t got = cudaGetLastError();
+  report(name, got == want, std::string(cudaGetErrorName(got)));
+}
+
+int main() {
+  int opt_in = 0, arch = 0;
+  cudaDeviceGetAttribute(&opt_in, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0);
+  cudaDeviceGetAttribute(&arch, cudaDevAttrComputeCapabilityMajor, 0);
+  std::printf("opt-in shared memory %d on sm_%d0\n", opt_in, arch);
+  Array<float> x(filled(1, 0.f));
+  anything<<<1, 1024, 4>>>(x), expect("1024 threads", cudaSuccess);
+  anything<<<1, 1025, 4>>>(x), expect("1025 threads", cudaErrorInvalidConfiguration);
+  anything<<<1, dim3(32, 32, 2), 4>>>(x),
+      expect("32 x 32 x 2 threads", cudaErrorInvalidConfiguration);
+  anything<<<1, dim3(1, 1, 65), 4>>>(x), expect("65 threads in z", cudaErrorInvalidConfiguration);
+  bounded<<<1, 128>>>(x), expect("as many threads as __launch_bounds__", cudaSuccess);
+  bounded<<<1, 129>>>(x), expect("more threads than __launch_bounds__", cudaErrorInvalidValue);
+  anything<<<0, 32, 4>>>(x), expect("an empty grid", cudaErrorInvalidConfiguration);
+  empty<<<dim3(1, 65535), 1>>>(), expect("65535 blocks in y", cudaSuccess);
+  anything<<<dim3(1, 65536), 1, 4>>>(x), expect("65536 blocks in y", cudaErrorInvalidConfiguration);
+  empty<<<70000, 1>>>(), expect("70000 blocks in x", cudaSuccess);
+  anything<<<1, 32, 48 << 10>>>(x), expect("48 KiB without asking", cudaSuccess);
+  anything<<<1, 32, (48 << 10) + 4>>>(x),
+      expect("more than 48 KiB without asking", cudaErrorInvalidValue);
+  cudaFuncSetAttribute(anything, cudaFuncAttributeMaxDynamicSharedMemorySize, opt_in),
+      expect("asking for all of it", cudaSuccess);
+  anything<<<1, 32, opt_in>>>(x), expect("all of it", cudaSuccess);
+  cudaFuncSetAttribute(anything, cudaFuncAttributeMaxDynamicSharedMemorySize, opt_in + 1),
+      expect("asking for more than there is", cudaErrorInvalidValue);
+  with_static<<<1, 32, 32 << 10>>>(x), expect("16 KiB static and 32 dynamic", cudaSuccess);
+  with_static<<<1, 32, (32 << 10) + 16>>>(x),
+      expect("static and dynamic above 48 KiB without asking", cudaErrorInvalidValue);
+  cudaFuncSetAttribute(with_static, cudaFuncAttributeMaxDynamicSharedMemorySize, 64 << 10),
+      expect("asking for 64 KiB besides", cudaSuccess);
+  with_static<<<1, 32, 64 << 10>>>(x), expect("16 KiB static and 64 dynamic", cudaSuccess);
+  with_static<<<1, 32, (64 << 10) + 16>>>(x),
+      expect("more than was asked for", cudaErrorInvalidValue);
+  cudaFuncSetAttribute(with_static, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                       opt_in - (16 << 10) + 16),
+      expect("static and dynamic above all there is", cudaErrorInvalidValue);
+  return finish();
+}
