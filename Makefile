@@ -19,13 +19,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 PY := $(abspath $(VENV))/bin/python
 STAMPS := $(VENV)/.stamps
 EXTENSION_SOURCES := $(shell find csrc -type f 2>/dev/null)
-CPP_FILES = $(shell find csrc tests/cpp examples -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
+CPP_FILES = $(shell find csrc tests/cpp tests/ptx_emulator examples -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 PY_FILES := setup.py scripts deltanet_ext tests benchmarks examples
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo dev test test-quick test-cpp asan test-avx512-emulated lint fmt bench wheel hooks clean FORCE
+.PHONY: help demo dev test test-quick test-cuda test-cpp asan test-avx512-emulated lint fmt bench wheel hooks clean FORCE
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -90,6 +90,9 @@ test-quick: $(READY) $(STAMPS)/test $(STAMPS)/demo ## the same without slow test
 
 test-cpp: $(STAMPS)/build ## the C++ tests alone
 	@scripts/run_cpp_tests.sh dev $(ARGS)
+
+test-cuda: $(READY) $(STAMPS)/test ## the CUDA kernels on the PTX emulator (needs nvcc, no GPU); part of `make test`
+	@$(PY) -m pytest -rs tests/test_ptx_emulator.py tests/test_ptx_emulator_torch.py $(ARGS)
 
 asan: $(STAMPS)/build ## the C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer
 	@scripts/run_cpp_tests.sh asan $(ARGS)

@@ -23,6 +23,8 @@ import build
 if reason := build.why_not():
     pytest.skip(f"PTX emulator: {reason}", allow_module_level=True)
 
+pytestmark = pytest.mark.slow  # the first run compiles for minutes
+
 FOUND = 86  # the exit status of a program in which a check found something
 
 # Programs that check themselves, and the schedules that may make a difference to them.

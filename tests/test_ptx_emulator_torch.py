@@ -10,6 +10,8 @@ import torch
 if reason := emulated.why_not():
     pytest.skip(f"emulated CUDA operators: {reason}", allow_module_level=True)
 
+pytestmark = pytest.mark.slow  # the first run compiles for minutes
+
 
 def gate(*sizes: int, seed: int = 0) -> torch.Tensor:
     gen = torch.Generator().manual_seed(seed)
