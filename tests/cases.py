@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from closeness import assert_no_worse
 from torch import Tensor
@@ -22,6 +23,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Largest RMSE ratio against the fp64 recurrence that needs no excuse. fp64 inputs: rounding is 2^29
 # times finer, and the floor follows, with room for the two references not to be exact themselves.
 FLOORS = {torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5, torch.float64: 1e-12}
+
+
+def dtypes(*quick: torch.dtype) -> list[Any]:
+    """Every dtype as test parameters; those that are not `quick` are left to the full run."""
+    slow = pytest.mark.slow
+    return [pytest.param(d, id=name_of(d), marks=() if d in quick else slow) for d in DTYPES]
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
@@ -259,7 +266,7 @@ def _stress() -> list[Case]:
     These have many rows, over which errors are pooled.
     """
     cases = []
-    amplifying = {"amplifies": True, "B": 12}
+    amplifying = {"amplifies": True, "B": 12, "V": 16}
 
     def add(name: str, **kinds: Any) -> None:
         sizes = {"T": 130, "HK": 1, "HV": 2, "K": 64, "V": 48}

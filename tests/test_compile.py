@@ -14,6 +14,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import deltanet_ext
 
 FUNCTIONS = (deltanet_ext.chunk_gated_delta_rule, deltanet_ext.recurrent_gated_delta_rule)
+# One of them in the quick run: both share everything that is traced.
+TRACED = (FUNCTIONS[0], pytest.param(FUNCTIONS[1], marks=pytest.mark.slow))
 PER_TOKEN = ("query", "key", "value", "g", "beta")
 
 
@@ -54,7 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", TRACED)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_fullgraph(name: str, function: Callable[..., Any]) -> None:
     args = inputs(40, **OPTIONS[name])
@@ -63,7 +65,7 @@ def test_fullgraph(name: str, function: Callable[..., Any]) -> None:
     assert_same_results(compiled(function)(**args), function(**args))
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", TRACED)
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_lengths_do_not_recompile(packed: bool, function: Callable[..., Any]) -> None:
     """Two graphs: the first length, then every other. Also for other contents of cu_seqlens."""
@@ -84,7 +86,7 @@ def test_numbers_of_sequences_do_not_recompile() -> None:
     assert counter.frame_count == 2
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", TRACED)
 def test_every_size_dynamic(function: Callable[..., Any]) -> None:
     call = compiled(function, dynamic=True)
     for options in ({"B": 2, "K": 16}, {"B": 3, "K": 20}, {"B": 2, "HK": 1, "HV": 3, "V": 5}):

@@ -20,6 +20,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", deltanet_ext.available_cpu_isas())
 def test_the_variable_chooses(isa: str) -> None:
     code = (
@@ -35,7 +36,9 @@ def test_an_empty_variable_is_no_choice() -> None:
     assert done.stdout.split() == deltanet_ext.available_cpu_isas()[:1], done.stderr
 
 
-@pytest.mark.parametrize("name", ["sse9", "AVX2", "avx2,scalar"])
+@pytest.mark.parametrize(
+    "name", ["sse9", *(pytest.param(n, marks=pytest.mark.slow) for n in ("AVX2", "avx2,scalar"))]
+)
 def test_a_wrong_variable_is_an_error_at_import(name: str) -> None:
     done = python("import deltanet_ext", DELTANET_CPU_ISA=name)
     assert done.returncode != 0

@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from cases import (
     DTYPES,
@@ -12,11 +13,12 @@ from cases import (
     name_of,
 )
 from closeness import assert_close, assert_same_bits
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import deltanet_ext
 from deltanet_ext import reference
+
+hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")
+given, settings, st = hypothesis.given, hypothesis.settings, hypothesis.strategies
 
 ORDINARY_GATES = ["model", "weak", "none", "zero", "strong", "drop", "positive", "some -inf"]
 ORDINARY_BETAS = ["sigmoid", "none", "0", "1", "0 to 2"]
