@@ -337,6 +337,17 @@ TEST_P(GatedDeltaRule, StrongWeakAndPositiveGatesAreComputedAsTheFormulaSays) {
     }
 }
 
+TEST_P(GatedDeltaRule, AStrongGateAloneScalesTheStateByItsExponential) {
+  for (Kernel kernel : kBoth)
+    for (double g : {-5.0, -40.0, -70.0, -87.0}) {
+      SCOPED_TRACE(g);
+      RuleCall call({1, 1, 1, 2, 9, 17});
+      call.fill_gate_at(call.params.g, [&](int64_t) { return g; });
+      call.fill_gate_at(call.params.beta, [](int64_t) { return 0.0; });
+      check(kernel, call);
+    }
+}
+
 // With beta near 2 each token reflects the state along the key, and the error of a head is one
 // random number: how far its rounded key is from norm 1. So there are many heads, each with a key
 // of its own.
