@@ -1,24 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The chunked gated delta rule, forward.                                        docs/algorithm.md
-// (2) to (7)
+// The chunked gated delta rule, forward: docs/algorithm.md, equations (2) to (7).
 //
 //   V' = (I + L)^-1 diag(b) (V - diag(e^G) K S)        forward substitution, T is never formed
 //   O  = scale (diag(e^G) Q S + (Q K^T o D) V')
 //   S <- e^{G_C} S + (diag(e^{G_C - G}) K)^T V'
 //
-// Work split:  one task = some value heads of one key head and some columns of V, over a whole
-// sequence.
-//              Per chunk and key head: K K^T and Q K^T. Per value head: gates. Per column tile: the
-//              three lines.
+// Work split:  a task is some value heads of one key head and some columns of V, over a whole
+//              sequence. Per chunk and key head: K K^T and Q K^T. Per value head: gates. Per
+//              column tile: the three lines above.
 // Numerics:    everything in X::Real; G is a pair of Reals, summed in a wider type. l2norm, beta,
-// decay and scale
-//              are row factors of these products: K and Q themselves are never rescaled.
+//              decay and scale are row factors of the products: K and Q are never rescaled.
 // Memory:      q, k, v are read once and o is written once. The working state of a head is packed
-// tile by
-//              tile and stays in L2; nothing that is kept grows with T.
-// Padding:     K, V, chunk are padded with zeros (k = b = g = 0 leaves the state alone), so no loop
-// has a tail.
+//              tile by tile and stays in L2; nothing that is kept grows with T.
+// Padding:     K, V and the chunk are padded with zeros (k = b = g = 0 leaves the state alone), so
+//              no loop has a tail.
 //
 // Included inside an ISA namespace, after a vector type X.
 

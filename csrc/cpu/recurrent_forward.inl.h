@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The gated delta rule token by token: decode and short runs.                    docs/algorithm.md
-// (1)
+// The gated delta rule token by token, for decode and short runs: docs/algorithm.md, equation (1).
 //
 //   d = b (v - a S^T k),   o = scale (a S^T q + (q . k) d),   S <- a S + k d^T
 //
 // Both products with the old S are taken in one sweep, so that a token reads the state once and
 // writes it once; the second sweep finds it in L1 or L2.
 //
-// Work split:  one task = some value heads of one key head and some columns of V, over a whole
-// sequence. Memory:      the first token reads the initial state where it lies and writes to the
-// final state, which is
-//              then updated in place: per token and head 2 K V elements.
+// Work split:  a task is some value heads of one key head and some columns of V, over a whole
+//              sequence.
+// Memory:      the first token reads the initial state where it lies and writes the final state,
+//              which is then updated in place: 2 K V elements per token and head.
 //
 // Included inside an ISA namespace, after a vector type X.
 
@@ -25,7 +24,6 @@ struct RecurrentForward {
 
   struct Scratch {
     Real *k, *q, *v, *o;  // [kRow]  the current token, zero-padded; k and q normalized
-    Real *x, *y;          // [kRow]  S^T k, then d;  S^T q
     Real* S;              // [K, columns]  working state, where the final state cannot hold it
     size_t bytes;
   };
@@ -36,8 +34,6 @@ struct RecurrentForward {
     s.q = carver.take<Real>(kRow);
     s.v = carver.take<Real>(kRow);
     s.o = carver.take<Real>(kRow);
-    s.x = carver.take<Real>(kRow);
-    s.y = carver.take<Real>(kRow);
     s.S = carver.take<Real>(size_t(dim_k) * columns);
     s.bytes = carver.used;
     return s;
@@ -117,7 +113,6 @@ struct RecurrentForward {
     }
   }
 
-  // All columns of one token.
   template <int kIndex = 0>
   static DELTANET_INLINE void step_tile(int width, bool partial, const Scratch& s, const Real* from,
                                         int64_t from_ld, Real* to, int64_t to_ld, int dim_k, int c,
@@ -136,6 +131,7 @@ struct RecurrentForward {
                             scale, next, stream);
     }
   }
+  // One token, all columns of the task.
   static DELTANET_INLINE void step_all(const Scratch& s, const Real* from, int64_t from_ld,
                                        Real* to, int64_t to_ld, int dim_k, int columns, Real a,
                                        Real b, Real kq, Real scale, const Real* next_head,

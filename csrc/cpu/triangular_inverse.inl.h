@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// T = (I + L)^-1 of a unit lower triangular matrix. docs/algorithm.md (4)
+// T = (I + L)^-1 of a unit lower triangular matrix: docs/algorithm.md, equation (4).
 //
 //   T_i = e_i - sum_{j < i} L_ij T_j        forward substitution, row by row
 //

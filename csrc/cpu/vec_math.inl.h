@@ -10,8 +10,8 @@ DELTANET_INLINE typename X::V exp_of_sum_by_polynomial(typename X::V hi, typenam
   constexpr float kSmallestNormal = -87.33654f;                             // log(2^-126)
   const auto bounded = X::at_most(X::at_least(hi, kSmallestNormal), 89.f);  // exp(89) is infinite
   const auto n = X::round(X::mul(bounded, X::set1(1.44269504f)));
-  auto r =
-      X::fnma(n, X::set1(0.693145752f), bounded);  // ln 2 in two parts: n * 0.693145752 is exact
+  // ln 2 in two parts: n * 0.693145752 is exact.
+  auto r = X::fnma(n, X::set1(0.693145752f), bounded);
   r = X::add(X::fnma(n, X::set1(1.42860677e-6f), r), lo);
   auto p = X::set1(1.f / 5040);
   p = X::fma(p, r, X::set1(1.f / 720));
