@@ -83,10 +83,10 @@ demo: $(READY) $(STAMPS)/demo ## run the main job: a Gated DeltaNet model with a
 dev: $(READY) ## editable install, built in place
 
 test: $(READY) $(STAMPS)/test $(STAMPS)/demo ## everything that CI runs: C++ tests, then pytest
-	@scripts/run_tests.sh $(PY) $(STAMPS) $(ARGS)
+	@scripts/with_python_headers.sh $(PY) scripts/run_tests.sh $(PY) $(STAMPS) $(ARGS)
 
 test-quick: $(READY) $(STAMPS)/test $(STAMPS)/demo ## the same without slow tests, under two minutes
-	@scripts/run_tests.sh $(PY) $(STAMPS) -m "not slow" $(ARGS)
+	@scripts/with_python_headers.sh $(PY) scripts/run_tests.sh $(PY) $(STAMPS) -m "not slow" $(ARGS)
 
 test-cpp: $(STAMPS)/build ## the C++ tests alone
 	@scripts/run_cpp_tests.sh dev $(ARGS)

@@ -12,6 +12,7 @@ Environment:
 """
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -118,10 +119,7 @@ def extension() -> cpp_extension.CppExtension:
             ("DELTANET_CUDA_REASON", f'"{CUDA_REASON}"'),
         ],
     )
-    # torch's and pybind11's headers are system headers: their warnings are not ours. pybind11's own
-    # folder comes first, because torch carries a copy of another version.
-    system = [pybind11.get_include(), *made.include_dirs]
-    made.include_dirs = [str(ROOT / "csrc")]
+    made.include_dirs = [str(ROOT / "csrc")]  # the others: BuildExtension.system_headers
     made.extra_compile_args = [
         f"-std={STANDARD}",
         "-fvisibility=hidden",
@@ -129,7 +127,6 @@ def extension() -> cpp_extension.CppExtension:
         "-Wall",
         "-Wextra",
         *(["-Werror"] if WERROR else []),
-        *(arg for folder in system for arg in ("-isystem", folder)),
     ]
     # The stable ABI lives in torch_cpu; we call nothing of torch_python or c10.
     made.libraries = ["torch", "torch_cpu"]
@@ -147,8 +144,28 @@ class BuildExtension(cpp_extension.BuildExtension):
     def build_extensions(self) -> None:
         for made in self.extensions:
             made.define_macros.append(("DELTANET_VERSION", f'"{self.distribution.get_version()}"'))
+            for folder in self.system_headers():
+                made.extra_compile_args += ["-isystem", folder]
         self.say_what_is_built()
         super().build_extensions()
+
+    def system_headers(self) -> list[str]:
+        """Folders with the headers of pybind11 and torch. As system headers they give no warnings.
+
+        pybind11's own comes first, because torch carries a copy of another version. The compiler
+        sees links in the build folder, whose paths stay the same: pip makes a new environment for
+        each build, and still nothing is compiled twice; ccache finds them in every checkout.
+        """
+        folders = [pybind11.get_include(), *cpp_extension.include_paths()]
+        links = []
+        for number, folder in enumerate(folders):
+            link = Path(self.build_temp).absolute() / f"headers-{number}"
+            link.parent.mkdir(parents=True, exist_ok=True)
+            if link.is_symlink():
+                link.unlink()
+            link.symlink_to(Path(folder).absolute(), target_is_directory=True)
+            links.append(str(link))
+        return links
 
     def say_what_is_built(self) -> None:
         compiler, version = self._check_abi()
@@ -159,7 +176,11 @@ class BuildExtension(cpp_extension.BuildExtension):
             + ("debug" if DEBUG else "release")
             + (", warnings are errors" if WERROR else "")
             + (", ccache" if shutil.which("ccache") else ""),
-            "CPU kernels": "scalar, AVX2, AVX-512 (chosen at run time)",
+            "CPU kernels": (
+                "scalar, AVX2, AVX-512 (chosen at run time)"
+                if platform.machine() in ("x86_64", "AMD64")
+                else "scalar"
+            ),
             "CUDA kernels": "built: " + CUDA_REASON if WITH_CUDA else "not built: " + CUDA_REASON,
         }
         print(f"deltanet_ext {self.distribution.get_version()}")

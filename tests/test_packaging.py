@@ -227,8 +227,7 @@ def test_the_source_distribution_can_be_built_and_tested(tmp_path):
 def test_a_wheel_holds_the_package_and_nothing_else(tmp_path):
     ran = setup_py(
         "-q",
-        *("build", "--build-base", str(tmp_path / "build")),
-        *("build_ext", "--build-temp", "build/extension"),
+        *("build", "--build-base", str(tmp_path / "build"), "--build-temp", "build/extension"),
         *("bdist_wheel", "--dist-dir", str(tmp_path), "--bdist-dir", str(tmp_path / "tree")),
     )
     assert ran.returncode == 0, ran.stderr
