@@ -137,7 +137,9 @@ _GATES: dict[str, Callable[[Tensor], Tensor | None]] = {
     "drop": _drop_once,
     "drop-first": lambda x: torch.where(torch.arange(x.shape[1])[:, None] == 0, -90.0, 0 * x),
     "positive": lambda x: 0.1 * x,
-    "all-positive": lambda x: 0.05 * x.abs(),
+    "all positive": lambda x: 0.05 * x.abs(),
+    "strong growth": lambda x: 0.7 * x.abs(),
+    "large, both signs": lambda x: 3 * x,
     "-inf": lambda x: torch.full_like(x, -math.inf),
     "some -inf": lambda x: torch.where(x > 1, -math.inf, -0.1 * x.abs()),
     "huge negative": lambda x: torch.full_like(x, -1e30),
@@ -285,10 +287,12 @@ def _stress() -> list[Case]:
         add(f"K=8, {keys} keys, beta 1", keys=keys, beta="1", g="zero", K=8, V=8)
     for g in ("model", "zero"):
         add(f"tiny keys, g {g}", keys="tiny", g=g)
-    for keys in ("norm 2", "identical norm 2"):
-        for beta, T in (("1", 16), ("1", 64), ("sigmoid", 64)):
-            name = f"{keys} keys, beta {beta}, g zero, T={T}"
-            add(name, keys=keys, beta=beta, g="zero", T=T, l2norm=False, **amplifying)
+    for keys, beta, T in (
+        ("norm 2", "1", 16), ("norm 2", "1", 64), ("norm 2", "sigmoid", 64),
+        ("identical norm 2", "1", 16), ("identical norm 2", "1", 64),
+    ):  # fmt: skip
+        name = f"{keys} keys, beta {beta}, g zero, T={T}"
+        add(name, keys=keys, beta=beta, g="zero", T=T, l2norm=False, **amplifying)
     return cases
 
 
