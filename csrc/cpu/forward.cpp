@@ -24,17 +24,23 @@ constexpr int64_t kMaxStateBytes = 256 * 1024;
 // it is.
 constexpr int64_t kShortRun = 4;
 
+// A worker is worth waking for about as many multiply-adds as torch's own operators give each of
+// theirs; waking one costs microseconds, and on a busy machine a time slice.
+constexpr int64_t kWorkPerWorker = 32768;
+
 struct Free {
   void operator()(void* p) const { std::free(p); }
 };
 
-// Runs task 0 .. count - 1 on at most max_workers threads, each with scratch of its own. A worker
-// takes the next task when it is free, so tasks may differ in size; which worker runs which task
-// changes no result.
+// Runs task 0 .. count - 1, together about `work` multiply-adds, each worker with scratch of its
+// own. A worker takes the next task when it is free, so tasks may differ in size; which worker runs
+// which task changes no result.
 template <class Task>
-void run_tasks(int64_t count, size_t scratch_bytes, const Parallel& parallel, const Task& task) {
+void run_tasks(int64_t count, int64_t work, size_t scratch_bytes, const Parallel& parallel,
+               const Task& task) {
   if (count == 0) return;
-  const int workers = int(std::min<int64_t>(count, std::max(1, parallel.max_workers())));
+  const int64_t worth_waking = std::min(count, std::max<int64_t>(1, work / kWorkPerWorker));
+  const int workers = int(std::min<int64_t>(worth_waking, std::max(1, parallel.max_workers())));
   const size_t bytes =
       (scratch_bytes + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
   std::unique_ptr<char, Free> scratch(static_cast<char*>(
@@ -111,6 +117,11 @@ void clear_tail(const GatedDeltaRuleParams& p) {
             0, size_of(p.output.dtype));
 }
 
+// Up to a small factor, and no more than that is asked of it.
+int64_t multiply_adds(const GatedDeltaRuleParams& p) {
+  return p.batch * p.tokens * p.value_heads * p.dim_k * p.dim_v;
+}
+
 const Kernels& kernels_for(const GatedDeltaRuleParams& p) {
   return p.is_double() ? kernels_f64() : kernels_f32();
 }
@@ -124,7 +135,7 @@ void chunk_forward(const GatedDeltaRuleParams& p, const Parallel& parallel) {
       std::max(kernels.chunk_scratch_bytes(p, plan.heads_per_task(), plan.columns_per_task()),
                kernels.recurrent_scratch_bytes(p, plan.columns_per_task()));
   const bool may_be_short = p.query && p.value;
-  run_tasks(plan.tasks(), scratch, parallel, [&](int64_t i, void* mine) {
+  run_tasks(plan.tasks(), multiply_adds(p), scratch, parallel, [&](int64_t i, void* mine) {
     const RuleTask task = plan.task(i);
     const int64_t tokens = p.sequence_end(task.sequence) - p.sequence_begin(task.sequence);
     if (may_be_short && tokens <= kShortRun)
@@ -138,15 +149,16 @@ void chunk_forward(const GatedDeltaRuleParams& p, const Parallel& parallel) {
 void recurrent_forward(const GatedDeltaRuleParams& p, const Parallel& parallel) {
   const Kernels& kernels = kernels_for(p);
   const RulePlan plan(p, kernels.column_granularity);
-  run_tasks(plan.tasks(), kernels.recurrent_scratch_bytes(p, plan.columns_per_task()), parallel,
+  run_tasks(plan.tasks(), multiply_adds(p),
+            kernels.recurrent_scratch_bytes(p, plan.columns_per_task()), parallel,
             [&](int64_t i, void* mine) { kernels.recurrent_forward(p, plan.task(i), mine); });
   clear_tail(p);
 }
 
 void triangular_inverse(const TriangularInverseParams& p, const Parallel& parallel) {
   const Kernels& kernels = p.dtype == DType::kFloat64 ? kernels_f64() : kernels_f32();
-  run_tasks(p.count, kernels.inverse_scratch_bytes(p.size), parallel,
-            [&](int64_t i, void* mine) { kernels.triangular_inverse(p, i, mine); });
+  run_tasks(p.count, p.count * p.size * p.size * p.size / 6, kernels.inverse_scratch_bytes(p.size),
+            parallel, [&](int64_t i, void* mine) { kernels.triangular_inverse(p, i, mine); });
 }
 
 }  // namespace deltanet::cpu
