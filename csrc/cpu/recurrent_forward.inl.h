@@ -70,19 +70,20 @@ struct RecurrentForward {
   // One token, kWidth vectors of columns from column c on: both sums stay in registers over all
   // rows, and the tile stays in L1 from the first sweep to the second. With kPartial the last
   // vector has only `lanes` columns. Reads the state `from`, writes the state `to` (which may be
-  // the same, or null: not wanted). `next` is what the following tile will read: rows of a tile lie
-  // apart, so no hardware prefetcher follows them. `stream` writes past the caches: a state that no
+  // the same, or null: not wanted). `next` is asked for meanwhile: rows of a tile lie apart, so no
+  // hardware prefetcher follows them. `stream` writes past the caches: a state that no
   // cache can hold is then not read only to be overwritten.
   template <int kWidth, bool kPartial>
   static DELTANET_NOINLINE void step(const Scratch& s, const Real* from, int64_t from_ld, Real* to,
                                      int64_t to_ld, int dim_k, int c, int lanes, Real a, Real b,
-                                     Real kq, Real scale, const Real* next, bool stream) {
+                                     Real kq, Real scale, const Real* next, int64_t next_ld,
+                                     bool stream) {
     V x[kWidth], y[kWidth];
 #pragma GCC unroll 8
     for (int j = 0; j < kWidth; ++j) x[j] = y[j] = X::zero();
 #pragma GCC unroll 2
     for (int i = 0; i < dim_k; ++i) {
-      prefetch_row<kWidth, 0>(next + i * from_ld);
+      prefetch_row<kWidth, 0>(next + i * next_ld);
       if (to && !stream) prefetch_row<kWidth, 1>(to + i * to_ld);
       const V k = X::set1(s.k[i]), q = X::set1(s.q[i]);
 #pragma GCC unroll 8
@@ -117,18 +118,18 @@ struct RecurrentForward {
   static DELTANET_INLINE void step_tile(int width, bool partial, const Scratch& s, const Real* from,
                                         int64_t from_ld, Real* to, int64_t to_ld, int dim_k, int c,
                                         int lanes, Real a, Real b, Real kq, Real scale,
-                                        const Real* next, bool stream) {
+                                        const Real* next, int64_t next_ld, bool stream) {
     constexpr int kWidth = X::kStateWidths[kIndex];
     if (width == kWidth) {
       if (partial)
         step<kWidth, true>(s, from, from_ld, to, to_ld, dim_k, c, lanes, a, b, kq, scale, next,
-                           stream);
+                           next_ld, stream);
       else
         step<kWidth, false>(s, from, from_ld, to, to_ld, dim_k, c, lanes, a, b, kq, scale, next,
-                            stream);
+                            next_ld, stream);
     } else if constexpr (kWidth > 1) {
       step_tile<kIndex + 1>(width, partial, s, from, from_ld, to, to_ld, dim_k, c, lanes, a, b, kq,
-                            scale, next, stream);
+                            scale, next, next_ld, stream);
     }
   }
   // One token, all columns of the task.
@@ -145,8 +146,14 @@ struct RecurrentForward {
           break;
         }
       const int end = c + width * W;
+      // A dense state is asked for in the order of memory, a whole head ahead; the rows of another
+      // one a tile ahead.
+      const bool dense = from_ld == columns;
+      const Real* next = dense           ? next_head + int64_t(c) * dim_k
+                         : end < columns ? from + end
+                                         : next_head;
       step_tile(width, end > columns, s, from + c, from_ld, to ? to + c : nullptr, to_ld, dim_k, c,
-                columns - end + W, a, b, kq, scale, end < columns ? from + end : next_head, stream);
+                columns - end + W, a, b, kq, scale, next, dense ? width * W : from_ld, stream);
       c = end;
     }
   }
