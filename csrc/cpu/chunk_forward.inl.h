@@ -129,7 +129,7 @@ struct ChunkForward {
   // decay rises by more than e^kMostRise inside it, which takes positive g. Then terms that grow
   // like e^{G_i - G_j} would cancel in the substitution, while token by token nothing does. A new
   // chunk starts there; what was before does not change.
-  static constexpr Real kMostRise = 3;
+  static constexpr Real kMostRise = 1;
   static int end_of_chunk(const Real* g, int first, int count) {
     Wider sum = 0, lowest = 0;
     for (int i = first + 1; i < count; ++i) {
