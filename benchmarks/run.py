@@ -62,6 +62,7 @@ def contestants(case: Any) -> dict[str, Callable]:
 def measure(case: Any, dtype: str, seconds: float, peak: machine.Peak) -> list[dict[str, Any]]:
     """Rounds of one sample per contestant, until `seconds` have passed; at least five."""
     import torch
+
     from cases import DTYPES
 
     clock = time.process_time if peak.threads == 1 else time.perf_counter
@@ -123,6 +124,7 @@ def measure(case: Any, dtype: str, seconds: float, peak: machine.Peak) -> list[d
 
 def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     import torch
+
     from cases import CASES
 
     torch.set_num_threads(options.threads)

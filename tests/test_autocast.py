@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DTYPES, case_named, name_of
-from closeness import assert_same_bits
 
 import deltanet_ext
+from cases import DTYPES, case_named, name_of
+from closeness import assert_same_bits
 
 FUNCTIONS = (deltanet_ext.chunk_gated_delta_rule, deltanet_ext.recurrent_gated_delta_rule)
 

@@ -19,9 +19,10 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 @pytest.fixture
 def tools(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import cases
     import compare
     import report
+
+    import cases
 
     yield cases, compare, report
     for name in ("cases", "compare", "report"):  # tests have a module `cases` of their own

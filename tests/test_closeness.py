@@ -3,6 +3,9 @@
 
 import pytest
 import torch
+from torch import Tensor
+
+import deltanet_ext
 from cases import assert_as_exact_as_the_recurrence, case_named, expected
 from closeness import (
     assert_close,
@@ -11,9 +14,6 @@ from closeness import (
     assert_same_special_values,
     rmse_ratio,
 )
-from torch import Tensor
-
-import deltanet_ext
 
 
 def right_and_wrong() -> tuple[Tensor, Tensor]:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case
-from closeness import assert_same_bits
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import deltanet_ext
+from cases import Case
+from closeness import assert_same_bits
 
 FUNCTIONS = (deltanet_ext.chunk_gated_delta_rule, deltanet_ext.recurrent_gated_delta_rule)
 # One of them in the quick run: both share everything that is traced.

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+import deltanet_ext
 from cases import (
     DTYPES,
     Case,
@@ -14,9 +17,6 @@ from cases import (
     name_of,
 )
 from closeness import assert_same_bits
-from torch import Tensor
-
-import deltanet_ext
 
 FUNCTIONS = (deltanet_ext.chunk_gated_delta_rule, deltanet_ext.recurrent_gated_delta_rule)
 PER_TOKEN = ("query", "key", "value", "g", "beta")

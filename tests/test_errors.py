@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case
 
 import deltanet_ext
+from cases import Case
 
 CHUNK = deltanet_ext.chunk_gated_delta_rule
 RECURRENT = deltanet_ext.recurrent_gated_delta_rule

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import recurrence
-from closeness import assert_close
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 import deltanet_ext
+from cases import recurrence
+from closeness import assert_close
 from deltanet_ext import reference
 
 RECURRENT, CHUNK = 0.002 / 10, 0.005 / 10

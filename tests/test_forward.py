@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+import deltanet_ext
 from cases import (
     ALL_CASES,
     DTYPES,
@@ -17,9 +20,6 @@ from cases import (
     name_of,
 )
 from closeness import assert_same_bits, rmse_ratio
-from torch import Tensor
-
-import deltanet_ext
 
 FUNCTIONS = (deltanet_ext.chunk_gated_delta_rule, deltanet_ext.recurrent_gated_delta_rule)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DTYPES, Case, name_of, recurrence
-from closeness import assert_close, assert_same_bits
 
 import deltanet_ext
+from cases import DTYPES, Case, name_of, recurrence
+from closeness import assert_close, assert_same_bits
 from deltanet_ext import reference
 
 FUNCTIONS = (deltanet_ext.chunk_gated_delta_rule, deltanet_ext.recurrent_gated_delta_rule)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+
+import deltanet_ext
 from cases import (
     DTYPES,
     Case,
@@ -16,8 +18,6 @@ from cases import (
     name_of,
 )
 from closeness import assert_same_bits
-
-import deltanet_ext
 
 FUNCTIONS = (deltanet_ext.chunk_gated_delta_rule, deltanet_ext.recurrent_gated_delta_rule)
 PER_TOKEN = ("query", "key", "value", "g", "beta")

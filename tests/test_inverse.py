@@ -6,11 +6,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from cases import DTYPES, arithmetic, name_of
-from closeness import assert_close, assert_same_bits, rmse_ratio
 from torch import Tensor
 
 import deltanet_ext
+from cases import DTYPES, arithmetic, name_of
+from closeness import assert_close, assert_same_bits, rmse_ratio
 from deltanet_ext import reference
 
 inverse = deltanet_ext.unit_lower_triangular_inverse

@@ -5,6 +5,8 @@ import itertools
 
 import pytest
 import torch
+
+import deltanet_ext
 from cases import (
     CASES,
     Case,
@@ -13,8 +15,6 @@ from cases import (
     dtypes,
     expected,
 )
-
-import deltanet_ext
 
 # Each third case of the long groups, all of what is special.
 REPRESENTATIVE = [

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import case_named
 
 import deltanet_ext
+from cases import case_named
 
 
 def test_the_poison_reaches_the_tensors_of_the_library(poison: None) -> None:

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+
+import deltanet_ext  # noqa: F401  registers the operators
 from cases import (
     Case,
     dtypes,
 )
-
-import deltanet_ext  # noqa: F401  registers the operators
 
 OPS = torch.ops.deltanet_ext
 

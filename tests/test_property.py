@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+
+import deltanet_ext
 from cases import (
     DTYPES,
     Case,
@@ -13,8 +15,6 @@ from cases import (
     name_of,
 )
 from closeness import assert_close, assert_same_bits
-
-import deltanet_ext
 from deltanet_ext import reference
 
 hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is not installed")

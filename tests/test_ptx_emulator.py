@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "ptx_emulator"))
-import counts
-
 import build
+import counts
 
 if reason := build.why_not():
     pytest.skip(f"PTX emulator: {reason}", allow_module_level=True)

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import emulated
 import pytest
 import torch
+
+import emulated
 
 if reason := emulated.why_not():
     pytest.skip(f"emulated CUDA operators: {reason}", allow_module_level=True)

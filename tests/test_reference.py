@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from cases import CASES, Case, case_named, recurrence
 from closeness import assert_close
-
 from deltanet_ext import reference
 
 SECOND_OPINION = [

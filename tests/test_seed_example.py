@@ -7,11 +7,11 @@ the fp64 recurrence to the last digits, and -1 is something else.
 
 import pytest
 import torch
-from cases import recurrence
-from closeness import assert_close, rmse_ratio
 from torch import Tensor
 
 import deltanet_ext
+from cases import recurrence
+from closeness import assert_close, rmse_ratio
 from deltanet_ext.reference import l2norm
 
 B, S, H, D, CHUNK = 1, 256, 12, 128, 64

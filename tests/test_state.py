@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DTYPES, Case, assert_as_exact_as_the_recurrence, expected, name_of
-from closeness import assert_same_bits
 from torch import Tensor
 
 import deltanet_ext
+from cases import DTYPES, Case, assert_as_exact_as_the_recurrence, expected, name_of
+from closeness import assert_same_bits
 
 FUNCTIONS = (deltanet_ext.chunk_gated_delta_rule, deltanet_ext.recurrent_gated_delta_rule)
 PER_TOKEN = ("query", "key", "value", "g", "beta")

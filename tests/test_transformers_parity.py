@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+
+import deltanet_ext
 from cases import (
     ALL_CASES,
     Case,
@@ -25,8 +27,6 @@ from cases import (
     one_thread,
 )
 from closeness import assert_no_worse
-
-import deltanet_ext
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+import deltanet_ext
 from cases import (
     CASES,
     DTYPES,
@@ -22,9 +25,6 @@ from closeness import (
     assert_same_bits,
     assert_same_special_values,
 )
-from torch import Tensor
-
-import deltanet_ext
 from deltanet_ext import reference
 
 transition = deltanet_ext.chunk_transition

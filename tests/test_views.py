@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+import deltanet_ext
 from cases import (
     DTYPES,
     Case,
@@ -13,9 +16,6 @@ from cases import (
     name_of,
 )
 from closeness import assert_same_bits
-from torch import Tensor
-
-import deltanet_ext
 
 FUNCTIONS = (deltanet_ext.chunk_gated_delta_rule, deltanet_ext.recurrent_gated_delta_rule)
 CASE = Case("views", B=2, T=37, HK=2, HV=4, K=24, V=40, state=torch.float32)

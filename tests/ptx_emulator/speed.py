@@ -12,9 +12,8 @@ import subprocess
 import sys
 import tempfile
 
-import counts
-
 import build
+import counts
 
 CASES = {
     "tile product 512^3 (mma, ldmatrix, cp.async)": ("tile_product", "512", "512", "512"),
