@@ -20,8 +20,8 @@ import sys
 from pathlib import Path
 
 import pybind11
+import setuptools
 import torch
-from setuptools import setup
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parent
@@ -100,6 +100,13 @@ def decide_cuda() -> tuple[bool, str]:
     return False, missing
 
 
+if (
+    int(setuptools.__version__.split(".")[0]) < 77
+):  # older ones do not know pyproject's licence field
+    fail(
+        f"setuptools {setuptools.__version__} is too old; supported: 77 and newer "
+        '(pip install --upgrade "setuptools>=77")'
+    )
 if torch_release() < OLDEST_TORCH:
     fail(f"torch {torch.__version__} is too old; supported: 2.10 and newer")
 
@@ -194,4 +201,4 @@ if shutil.which("ccache"):
     os.environ.setdefault("CCACHE_BASEDIR", str(ROOT))
     os.environ.setdefault("CCACHE_NOHASHDIR", "1")
 
-setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExtension})
+setuptools.setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExtension})
