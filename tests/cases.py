@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from closeness import assert_no_worse
 from torch import Tensor
 
+from closeness import assert_no_worse
 from deltanet_ext import reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -140,6 +140,8 @@ _GATES: dict[str, Callable[[Tensor], Tensor | None]] = {
     "all positive": lambda x: 0.05 * x.abs(),
     "strong growth": lambda x: 0.7 * x.abs(),
     "large, both signs": lambda x: 3 * x,
+    "0.25": lambda x: torch.full_like(x, 0.25),
+    "0.5": lambda x: torch.full_like(x, 0.5),
     "-inf": lambda x: torch.full_like(x, -math.inf),
     "some -inf": lambda x: torch.where(x > 1, -math.inf, -0.1 * x.abs()),
     "huge negative": lambda x: torch.full_like(x, -1e30),
@@ -285,6 +287,9 @@ def _stress() -> list[Case]:
         add(f"identical keys, g {g}", keys="identical", beta="1", g=g)
     for keys in ("random", "identical"):
         add(f"K=8, {keys} keys, beta 1", keys=keys, beta="1", g="zero", K=8, V=8)
+    for K, g in ((1, "0.25"), (1, "0.5"), (2, "0.25"), (2, "0.5"), (4, "0.25"), (4, "0.5")):
+        # What is overwritten has grown: a chunk subtracts large numbers, a token only small ones.
+        add(f"K={K}, beta 1, g {g}", beta="1", g=g, T=60, K=K, **amplifying)
     for g in ("model", "zero"):
         add(f"tiny keys, g {g}", keys="tiny", g=g)
     for keys, beta, T in (
