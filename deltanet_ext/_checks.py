@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from deltanet_ext._autograd import NOT_BUILT
 
@@ -381,6 +382,13 @@ def _explain_beta(
             "supported: allow_neg_eigval with use_beta_sigmoid_in_kernel=True only "
             "(a beta in [0, 2] may also be given directly)"
         )
+
+
+def refuse_tangents(*args: Any) -> None:
+    """Forward-mode gradients: a custom operator would silently drop them."""
+    for x in args:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(f"deltanet_ext: forward-mode {NOT_BUILT}")
 
 
 def _refuse_grad(call: str, **tensors: Tensor | None) -> None:

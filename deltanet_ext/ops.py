@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from deltanet_ext import _checks, _load
 
@@ -62,6 +63,8 @@ def _run(operator: Callable[..., Any], *args: Any) -> Any:
     """
     if torch.compiler.is_compiling():
         return operator(*args)
+    if forward_ad._current_level >= 0:
+        _checks.refuse_tangents(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*args)
 

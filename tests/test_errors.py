@@ -589,6 +589,16 @@ def test_transition_of_mixed_dtypes() -> None:
     assert_raises(deltanet_ext.chunk_transition, args, TypeError, text)
 
 
+@pytest.mark.parametrize("function", [CHUNK, RECURRENT])
+def test_forward_mode_gradients_are_refused_and_not_dropped(function: Callable[..., Any]) -> None:
+    args = good()
+    with torch.autograd.forward_ad.dual_level():
+        function(**args)  # no tangent anywhere
+        args["value"] = torch.autograd.forward_ad.make_dual(args["value"], args["value"])
+        with pytest.raises(NotImplementedError, match="forward-mode gradients are not built yet"):
+            function(**args)
+
+
 def test_transition_gradients_are_not_built() -> None:
     args = rule_only(good())
     args["key"].requires_grad_()

@@ -312,6 +312,9 @@ def test_packed_sequences_stay_apart(kind, calls):
         alone = [model(piece, use_cache=False).logits for piece in ids.split(lengths, dim=1)]
         with switch.enabled():
             got = model(ids, use_cache=False, **packed).logits
+            # Its attention layers would let one sequence see the next: its refusal must be heard.
+            with pytest.raises(ValueError, match="packed"):
+                model(ids, use_cache=True, **packed)
             seq_idx = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None]
             again = model(ids, use_cache=False, seq_idx=seq_idx, **packed).logits
     assert calls["chunk_gated_delta_rule"] == 6
