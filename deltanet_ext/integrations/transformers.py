@@ -130,8 +130,8 @@ def _reason_to_decline(call: dict[str, Any]) -> str | None:
 
     if cu_seqlens is None and call.get("seq_idx") is not None:
         return "the batch is packed by seq_idx without cu_seq_lens_q"
-    # transformers' attention layers do not keep packed sequences apart when there is a cache, and its
-    # cache holds one sequence. Its own function refuses the call, and that refusal must be heard.
+    # With a cache, transformers' attention layers do not keep packed sequences apart, and the cache
+    # holds one sequence. Its own function refuses the call, and that refusal must be heard.
     packed = cu_seqlens is not None and len(cu_seqlens) > 2
     if packed and (initial_state is not None or call.get("output_final_state")):
         return "a packed batch with a cache (use_cache=False keeps the sequences apart)"
