@@ -30,6 +30,10 @@ import torch
 import deltanet_ext
 from cases import DTYPES, case_named
 
+libc = ctypes.CDLL(None)
+M_PERTURB = -6
+libc.mallopt(M_PERTURB, int(sys.argv[1]))
+
 names = ["T=0", "T=1", "T=17", "T=130", "K=33 V=100", "K=3 V=5", "K=255 V=13", "HK=2 HV=6",
          "state V first", "state V first, none", "gate in kernel", "packed130[0,65,65,65,66,120]",
          "packed64[0,0,64]", "B=0", "g none", "beta none"]
@@ -51,7 +55,6 @@ for isa in deltanet_ext.available_cpu_isas():
         L = torch.randn(3, C, C, generator=torch.Generator().manual_seed(C)) / C
         x = deltanet_ext.unit_lower_triangular_inverse(L)
         digest.update(x.flatten().view(torch.uint8).numpy().tobytes())
-libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 fresh = ctypes.string_at(libc.malloc(3000), 3000)[100:2900]
 print(digest.hexdigest(), len(set(fresh)) == 1 and fresh[0])
@@ -59,21 +62,24 @@ print(digest.hexdigest(), len(set(fresh)) == 1 and fresh[0])
 
 
 def run_with_malloc_byte(perturb: int) -> list[str]:
-    environment = dict(os.environ, MALLOC_PERTURB_=str(perturb))
-    environment["GLIBC_TUNABLES"] = f"glibc.malloc.perturb={perturb}"
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", SCRIPT, str(perturb)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return done.stdout.split()
 
 
 @pytest.mark.slow
 def test_scratch_may_hold_anything() -> None:
-    """The same bits whether malloc hands out zeros or large numbers."""
+    """The same bits whether malloc hands out zeros, NaN or large numbers."""
     plain, _ = run_with_malloc_byte(0)
-    for perturb in (0x01, 0x80):  # fresh memory is full of 0xfe (-1.7e38 in fp32) or 0x7f (3.4e38)
+    # glibc fills fresh memory with the low byte of (perturb xor 0xff): 0xff is NaN as fp32 and fp64
+    # (0 means off, hence 0x100), 0x7f is 3.4e38.
+    for perturb in (0x100, 0x80):
         poisoned, byte = run_with_malloc_byte(perturb)
-        if byte != str(perturb ^ 0xFF):
+        if byte != str((perturb ^ 0xFF) & 0xFF):
             pytest.skip("this C library does not fill fresh memory")
         assert poisoned == plain
