@@ -132,7 +132,8 @@ def test_chunk_form_is_the_recurrence(case: Case) -> None:
     bound = 1e-11 if "norm 2" in case.name else 1e-12  # T of (4) reaches 1e30 there
     args = case.inputs()
     out, state = recurrence(args)
-    for chunk_size in (7, 64):
+    # A chunk cancels by the growth inside it, however exact each step: small ones where gates grow.
+    for chunk_size in (2, 4) if case.g in ("0.25", "0.5") else (7, 64):
         chunk_out, chunk_state = reference.chunked(**args, chunk_size=chunk_size)
         assert_close(chunk_out, out, bound, f"output, chunk_size {chunk_size}")
         assert_close(chunk_state, state, bound, f"state, chunk_size {chunk_size}")
