@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# The C++ tests, then pytest, both even if the first fail; at the end a line for everything that could
-# not be installed, and so was not tested.
+# The C++ tests, then pytest, both even if the first fail; at the end a line for everything that was not
+# tested, and why: what could not be installed, and what C++ tests were skipped.
 #
 #   run_tests.sh PYTHON STAMPS [PYTEST-ARGUMENT...]
 set -uo pipefail
@@ -17,5 +17,11 @@ echo "==> pytest"
 "$python" -m pytest -rs "$@" || failed=1
 
 cat "$stamps"/*.missing 2> /dev/null
-[ ! -f build/cpp-dev/not-built.txt ] || echo "C++ tests not run: $(cat build/cpp-dev/not-built.txt)"
+if [ -f build/cpp-dev/not-built.txt ]; then
+  echo "C++ tests not run: $(cat build/cpp-dev/not-built.txt)"
+else
+  # GoogleTest prints the reason in the line after "FILE:LINE: Skipped".
+  sed -n '/: Skipped$/ { n; p }' build/cpp-dev/Testing/Temporary/LastTest.log 2> /dev/null |
+    sort | uniq -c | sed 's/^ *\([0-9]*\) /C++ tests skipped: \1: /'
+fi
 exit "$failed"
