@@ -66,8 +66,8 @@ def _no_leftovers() -> Iterator[None]:
     assert deltanet_ext.cpu_isa() == isa, "the test left another instruction set forced"
 
 
-# Cases that miss their bound by less than 1.4 times. Open: mend the kernels (sums of 64 terms in one
-# chain) or the case, never the bound.
+# Cases that miss their bound by less than 1.4 times. Open: mend the kernels (sums of 64 terms in
+# one chain) or the case, never the bound.
 _SCALAR_SUMS = "scalar sums in one chain miss the bound of a growing case narrowly"
 _KNOWN = {
     "test_isa.py::test_is_as_exact_as_the_recurrence[scalar-alternating keys, beta 1.9": (
