@@ -40,7 +40,7 @@ def positional(args: dict[str, Any], output_final_state: bool = True) -> tuple[A
     )
 
 
-@pytest.mark.parametrize("operator", ["chunk", "recurrent"])
+@pytest.mark.parametrize("operator", ["chunk", pytest.param("recurrent", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", dtypes(torch.float32))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rule(case: Case, dtype: torch.dtype, operator: str) -> None:
