@@ -36,6 +36,7 @@ CPU_SOURCES = [
 ]
 OPS_SOURCES = [
     "csrc/ops/schema.cpp",
+    "csrc/ops/allocate.cpp",
     "csrc/ops/gated_delta_rule_cpu.cpp",
     "csrc/ops/triangular_inverse_cpu.cpp",
     "csrc/ops/module.cpp",

@@ -12,6 +12,8 @@ import torch
 import deltanet_ext
 from cases import case_named
 
+HERE = Path(__file__).parent
+
 
 def test_the_poison_reaches_the_tensors_of_the_library(poison: None) -> None:
     """Or every test that uses the fixture would show nothing."""
@@ -22,6 +24,75 @@ def test_the_poison_reaches_the_tensors_of_the_library(poison: None) -> None:
     assert names.count("aten::new_empty") == 2
     assert names.count("aten::fill_") == 2
     assert torch.empty(3).isnan().all()
+
+
+def large_state(scale: float = 1.0) -> torch.Tensor:
+    """A final state of 4 MB, which lies in a block of its own (csrc/ops/allocate.h)."""
+    torch.manual_seed(0)
+    query, value = torch.randn(1, 1, 64, 128), torch.randn(1, 1, 64, 128) * scale
+    beta = torch.rand(1, 1, 64)
+    _, state = deltanet_ext.recurrent_gated_delta_rule(
+        query, query, value, None, beta, output_final_state=True
+    )
+    assert state is not None
+    return state
+
+
+def test_a_large_result_is_kept_memory_only_once_nothing_refers_to_it() -> None:
+    first = large_state()
+    address, expected = first.data_ptr(), first.clone()
+    part = first[0, 3]
+    del first
+    second = large_state(2.0)
+    assert second.data_ptr() != address, "memory was handed out while a view of it lived"
+    assert torch.equal(part, expected[0, 3])
+    array = part.numpy()
+    del part
+    assert large_state(3.0).data_ptr() != address
+    assert (array == expected[0, 3].numpy()).all()
+    del array
+    assert torch.equal(large_state(), expected)
+
+
+def test_large_results_can_be_poisoned(poison: None) -> None:
+    """Or tests of large results would show nothing; the kernel overwrites all of it."""
+    assert large_state().isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "kept"), [("0", False), ("3", False), ("5", True), (None, True)]
+)
+def test_how_much_memory_is_kept(megabytes: str | None, kept: bool) -> None:
+    script = (
+        "from test_memory import large_state\n"
+        "def resident():\n"
+        "    return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
+        "large_state().sum()\n"
+        "state = large_state(); full = resident(); del state\n"
+        "print(full - resident() < 2_000_000)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    environment.pop("DELTANET_KEEP_MB", None)
+    if megabytes is not None:
+        environment["DELTANET_KEEP_MB"] = megabytes
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str(kept)
+
+
+def test_a_wrong_amount_is_an_error() -> None:
+    script = "from test_memory import large_state; large_state()"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
+        "DELTANET_KEEP_MB": "much",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "DELTANET_KEEP_MB is 'much'; supported: a number of megabytes, 0 or more" in done.stderr
 
 
 SCRIPT = """

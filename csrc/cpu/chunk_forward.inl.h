@@ -83,6 +83,15 @@ struct ChunkForward {
   // kDotRows x 4 dot products of rows of A and of B. Vectors run along K: nothing is transposed,
   // nothing is broadcast, and blocks above the diagonal are left out.
   static DELTANET_INLINE void dot_products(const Real* A, const Real* B, int dim, Real* out) {
+    if constexpr (W == 1) {  // one chain of Reals over all of K would lose what lanes keep apart
+      for (int i = 0; i < X::kDotRows; ++i)
+        for (int j = 0; j < 4; ++j) {
+          double sum = 0;
+          for (int k = 0; k < dim; ++k) sum += double(A[i * kRow + k]) * B[j * kRow + k];
+          out[i * C + j] = Real(sum);
+        }
+      return;
+    }
     V c[X::kDotRows * 4];
 #pragma GCC unroll 16
     for (int i = 0; i < X::kDotRows * 4; ++i) c[i] = X::zero();

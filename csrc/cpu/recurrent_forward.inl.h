@@ -20,10 +20,12 @@ struct RecurrentForward {
   using V = typename X::V;
   static constexpr int W = X::kLanes;
   static constexpr int kRow = kMaxHeadDim;
+  static constexpr int kRowsAhead = 16;
   static_assert(kRow % W == 0);
 
   struct Scratch {
     Real *k, *q, *v, *o;  // [kRow]  the current token, zero-padded; k and q normalized
+    Real *x, *y;          // [kRow]  S^T k, then d; S^T q
     Real* S;              // [K, columns]  working state, where the final state cannot hold it
     size_t bytes;
   };
@@ -34,6 +36,8 @@ struct RecurrentForward {
     s.q = carver.take<Real>(kRow);
     s.v = carver.take<Real>(kRow);
     s.o = carver.take<Real>(kRow);
+    s.x = carver.take<Real>(kRow);
+    s.y = carver.take<Real>(kRow);
     s.S = carver.take<Real>(size_t(dim_k) * columns);
     s.bytes = carver.used;
     return s;
@@ -43,118 +47,126 @@ struct RecurrentForward {
   }
 
   static DELTANET_INLINE Real dot(const Real* a, const Real* b, int dim) {
+    if constexpr (W == 1) {  // one chain of Reals would lose what lanes keep apart
+      double sum = 0;
+      for (int i = 0; i < dim; ++i) sum += double(a[i]) * b[i];
+      return Real(sum);
+    }
     V sum = X::zero();
     for (int i = 0; i < dim; i += W) sum = X::fma(X::load(a + i), X::load(b + i), sum);
     return X::sum(sum);
   }
   template <bool kPartial>
-  static DELTANET_INLINE V load(const Real* row, int j, int width, int lanes) {
-    return kPartial && j == width - 1 ? X::load_partial(row + j * W, lanes) : X::load(row + j * W);
+  static DELTANET_INLINE V load(const Real* p, int lanes) {
+    return kPartial ? X::load_partial(p, lanes) : X::load(p);
   }
-  template <bool kPartial>
-  static DELTANET_INLINE void store(Real* row, int j, int width, int lanes, bool stream, V x) {
-    if (kPartial && j == width - 1)
-      X::store_partial(row + j * W, x, lanes);
-    else if (stream)
-      X::stream(row + j * W, x);
-    else
-      X::store(row + j * W, x);
-  }
-  template <int kWidth, int kWrite>
-  static DELTANET_INLINE void prefetch_row(const Real* row) {
+  // The loops below keep every address in a local: vector stores may alias anything, and what they
+  // may alias is loaded again after each of them.
+
+  // x += S^T k and y += S^T q over kRows rows of S, for one vector of columns
+  template <int kRows, bool kPartial>
+  static DELTANET_INLINE void read_entry(const Real* S, int64_t ld, const V (&k)[kRows],
+                                         const V (&q)[kRows], Real* x, Real* y, int lanes) {
+    const V first = load<kPartial>(S, lanes);
+    V kS = X::mul(k[0], first), qS = X::mul(q[0], first);
 #pragma GCC unroll 8
-    for (int j = 0; j < kWidth * W; j += 64 / int(sizeof(Real)))
-      __builtin_prefetch(row + j, kWrite, kWrite ? 3 : 2);
+    for (int i = 1; i < kRows; ++i) {
+      const V entry = load<kPartial>(S + i * ld, lanes);
+      kS = X::fma(k[i], entry, kS);
+      qS = X::fma(q[i], entry, qS);
+    }
+    X::store(x, X::add(X::load(x), kS));
+    X::store(y, X::add(X::load(y), qS));
+  }
+  template <int kRows>
+  static DELTANET_INLINE void read_rows(const Scratch& s, const Real* S, int64_t ld, int row,
+                                        int columns) {
+    V k[kRows], q[kRows];
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) k[i] = X::set1(s.k[row + i]), q[i] = X::set1(s.q[row + i]);
+    Real *const x = s.x, *const y = s.y;
+    S += row * ld;
+    const int whole = columns / W * W, lanes = columns - whole;
+#pragma GCC unroll 4
+    for (int c = 0; c < whole; c += W) read_entry<kRows, false>(S + c, ld, k, q, x + c, y + c, W);
+    if (lanes) read_entry<kRows, true>(S + whole, ld, k, q, x + whole, y + whole, lanes);
   }
 
-  // One token, kWidth vectors of columns from column c on: both sums stay in registers over all
-  // rows, and the tile stays in L1 from the first sweep to the second. With kPartial the last
-  // vector has only `lanes` columns. Reads the state `from`, writes the state `to` (which may be
-  // the same, or null: not wanted). `next` is asked for meanwhile: rows of a tile lie apart, so no
-  // hardware prefetcher follows them. `stream` writes past the caches: a state that no
-  // cache can hold is then not read only to be overwritten.
-  template <int kWidth, bool kPartial>
-  static DELTANET_NOINLINE void step(const Scratch& s, const Real* from, int64_t from_ld, Real* to,
-                                     int64_t to_ld, int dim_k, int c, int lanes, Real a, Real b,
-                                     Real kq, Real scale, const Real* next, int64_t next_ld,
-                                     bool stream) {
-    V x[kWidth], y[kWidth];
+  // to = a from + k d^T for kRows rows
+  template <int kRows, bool kStream>
+  static DELTANET_INLINE void write_rows(const Scratch& s, const Real* from, int64_t from_ld,
+                                         Real* to, int64_t to_ld, int row, V a, int columns) {
+    V k[kRows];
 #pragma GCC unroll 8
-    for (int j = 0; j < kWidth; ++j) x[j] = y[j] = X::zero();
-#pragma GCC unroll 2
-    for (int i = 0; i < dim_k; ++i) {
-      prefetch_row<kWidth, 0>(next + i * next_ld);
-      if (to && !stream) prefetch_row<kWidth, 1>(to + i * to_ld);
-      const V k = X::set1(s.k[i]), q = X::set1(s.q[i]);
+    for (int i = 0; i < kRows; ++i) k[i] = X::set1(s.k[row + i]);
+    const Real* const d = s.x;
+    from += row * from_ld;
+    to += row * to_ld;
+    const int whole = columns / W * W, lanes = columns - whole;
+#pragma GCC unroll 4
+    for (int c = 0; c < whole; c += W) {
+      const V dc = X::load(d + c);
 #pragma GCC unroll 8
-      for (int j = 0; j < kWidth; ++j) {
-        const V row = load<kPartial>(from + i * from_ld, j, kWidth, lanes);
-        x[j] = X::fma(k, row, x[j]);
-        y[j] = X::fma(q, row, y[j]);
+      for (int i = 0; i < kRows; ++i) {
+        const V entry = X::fma(k[i], dc, X::mul(a, X::load(from + i * from_ld + c)));
+        if constexpr (kStream)
+          X::stream(to + i * to_ld + c, entry);
+        else
+          X::store(to + i * to_ld + c, entry);
       }
     }
-    const V decay = X::set1(a);
-    V d[kWidth];
+    if (!lanes) return;
+    const V dc = X::load(d + whole);
 #pragma GCC unroll 8
-    for (int j = 0; j < kWidth; ++j) {
-      d[j] = X::mul(X::set1(b), X::fnma(decay, x[j], X::load(s.v + c + j * W)));
-      const V o = X::fma(X::set1(kq), d[j], X::mul(decay, y[j]));
-      X::store(s.o + c + j * W, X::mul(X::set1(scale), o));
+    for (int i = 0; i < kRows; ++i)
+      X::store_partial(
+          to + i * to_ld + whole,
+          X::fma(k[i], dc, X::mul(a, X::load_partial(from + i * from_ld + whole, lanes))), lanes);
+  }
+
+  // One token. Reads the state `from` and writes the state `to`, which may be the same, or null:
+  // not wanted. Both sweeps run through memory row by row, the second one backwards, so that it
+  // finds the rows that were read last in L1. `next` is the state of the next head. `far` says that
+  // the states lie in memory; with kStream they are written past the caches, which saves reading
+  // lines only to overwrite them.
+  template <bool kStream>
+  static DELTANET_NOINLINE void step(const Scratch& s, const Real* from, int64_t from_ld, Real* to,
+                                     int64_t to_ld, int dim_k, int dim_v, Real a, Real b, Real kq,
+                                     Real scale, const Real* next, bool far) {
+    constexpr int R = X::kStateRows;
+    std::memset(s.x, 0, sizeof(Real) * kRow);
+    std::memset(s.y, 0, sizeof(Real) * kRow);
+    // A state in some cache is asked for two pages ahead, since hardware prefetching stops at the
+    // end of each; a state in memory a head ahead, one half of it in each sweep.
+    const int64_t row_bytes = dim_v * int64_t(sizeof(Real));
+    int row = 0;
+    for (; row + R <= dim_k; row += R) {
+      if (far) {
+        for (int i = row / 2; i < (row + R) / 2; ++i) prefetch(next + i * from_ld, row_bytes);
+      } else {
+        for (int i = row + kRowsAhead; i < row + kRowsAhead + R; ++i)
+          prefetch(i < dim_k ? from + i * from_ld : next + (i - dim_k) * from_ld, row_bytes);
+      }
+      read_rows<R>(s, from, from_ld, row, dim_v);
+    }
+    for (; row < dim_k; ++row) read_rows<1>(s, from, from_ld, row, dim_v);
+
+    for (int c = 0; c < dim_v; c += W) {
+      const V decay = X::set1(a);
+      const V d = X::mul(X::set1(b), X::fnma(decay, X::load(s.x + c), X::load(s.v + c)));
+      const V o = X::fma(X::set1(kq), d, X::mul(decay, X::load(s.y + c)));
+      X::store(s.x + c, d);
+      X::store(s.o + c, X::mul(X::set1(scale), o));
     }
     if (!to) return;
-#pragma GCC unroll 2
-    for (int i = 0; i < dim_k; ++i) {
-      const V k = X::set1(s.k[i]);
-#pragma GCC unroll 8
-      for (int j = 0; j < kWidth; ++j) {
-        const V row = load<kPartial>(from + i * from_ld, j, kWidth, lanes);
-        store<kPartial>(to + i * to_ld, j, kWidth, lanes, stream,
-                        X::fma(k, d[j], X::mul(decay, row)));
-      }
-    }
-  }
-
-  template <int kIndex = 0>
-  static DELTANET_INLINE void step_tile(int width, bool partial, const Scratch& s, const Real* from,
-                                        int64_t from_ld, Real* to, int64_t to_ld, int dim_k, int c,
-                                        int lanes, Real a, Real b, Real kq, Real scale,
-                                        const Real* next, int64_t next_ld, bool stream) {
-    constexpr int kWidth = X::kStateWidths[kIndex];
-    if (width == kWidth) {
-      if (partial)
-        step<kWidth, true>(s, from, from_ld, to, to_ld, dim_k, c, lanes, a, b, kq, scale, next,
-                           next_ld, stream);
-      else
-        step<kWidth, false>(s, from, from_ld, to, to_ld, dim_k, c, lanes, a, b, kq, scale, next,
-                            next_ld, stream);
-    } else if constexpr (kWidth > 1) {
-      step_tile<kIndex + 1>(width, partial, s, from, from_ld, to, to_ld, dim_k, c, lanes, a, b, kq,
-                            scale, next, next_ld, stream);
-    }
-  }
-  // One token, all columns of the task.
-  static DELTANET_INLINE void step_all(const Scratch& s, const Real* from, int64_t from_ld,
-                                       Real* to, int64_t to_ld, int dim_k, int columns, Real a,
-                                       Real b, Real kq, Real scale, const Real* next_head,
-                                       bool stream) {
-    for (int c = 0; c < columns;) {
-      const int vectors = (columns - c + W - 1) / W;
-      int width = 1;
-      for (int candidate : X::kStateWidths)
-        if (candidate <= vectors) {
-          width = candidate;
-          break;
-        }
-      const int end = c + width * W;
-      // A dense state is asked for in the order of memory, a whole head ahead; the rows of another
-      // one a tile ahead.
-      const bool dense = from_ld == columns;
-      const Real* next = dense           ? next_head + int64_t(c) * dim_k
-                         : end < columns ? from + end
-                                         : next_head;
-      step_tile(width, end > columns, s, from + c, from_ld, to ? to + c : nullptr, to_ld, dim_k, c,
-                columns - end + W, a, b, kq, scale, next, dense ? width * W : from_ld, stream);
-      c = end;
+    const V decay = X::set1(a);
+    while (row % R != 0) write_rows<1, kStream>(s, from, from_ld, to, to_ld, --row, decay, dim_v);
+    while (row > 0) {
+      row -= R;
+      if (far)
+        for (int i = row / 2; i < (row + R) / 2; ++i)
+          prefetch(next + (dim_k - 1 - i) * from_ld, row_bytes);
+      write_rows<R, kStream>(s, from, from_ld, to, to_ld, row, decay, dim_v);
     }
   }
 
@@ -185,6 +197,7 @@ struct RecurrentForward {
     // The first token may read the initial state in its place.
     const Real* from = state;
     int64_t from_ld = state_ld, next_head = 0;
+    const bool far = states_exceed_caches(p);
     bool stream = false;
     ConstMatrix initial{};
     if (p.initial_state)
@@ -194,8 +207,7 @@ struct RecurrentForward {
       from = static_cast<const Real*>(initial.data);
       from_ld = initial.row_stride;
       next_head = p.initial_state.stride[1];
-      stream = in_place && end - begin == 1 && states_exceed_caches(p) &&
-               uintptr_t(state) % kScratchAlignment == 0 &&
+      stream = in_place && end - begin == 1 && far && uintptr_t(state) % kScratchAlignment == 0 &&
                state_ld * sizeof(Real) % kScratchAlignment == 0;
     } else {
       load_state<X>(p.initial_state ? &initial : nullptr, p.initial_state_is_identity,
@@ -218,9 +230,9 @@ struct RecurrentForward {
       Real g, beta;
       load_gates<Real>(p, batch, t, head, 1, &g, &beta);
       const bool wanted = t + 1 < end || p.final_state;
-      step_all(s, from, from_ld, wanted ? state : nullptr, state_ld, p.dim_k, columns,
-               Real(std::exp(g)), beta, dot(s.k, s.q, padded_k), Real(p.scale), from + next_head,
-               from != state && stream);
+      const auto token = from != state && stream ? step<true> : step<false>;
+      token(s, from, from_ld, wanted ? state : nullptr, state_ld, p.dim_k, columns,
+            Real(std::exp(g)), beta, dot(s.k, s.q, padded_k), Real(p.scale), from + next_head, far);
       from = state;
       from_ld = state_ld;
       next_head = 0;

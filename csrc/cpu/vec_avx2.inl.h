@@ -15,9 +15,8 @@ struct Avx2 {
   static constexpr int kTileWidths[] = {2, 1};
   static constexpr int rows_for(int width) { return width == 2 ? 6 : 12; }
   static constexpr int update_rows_for(int width) { return width == 2 ? 6 : 12; }
-  static constexpr int kDotRows = 2;  // 2 x 4 dot products at a time
-  static constexpr int kStateWidths[] = {
-      4, 2, 1};  // vectors of the state per pass of the recurrent kernel
+  static constexpr int kDotRows = 2;    // 2 x 4 dot products at a time
+  static constexpr int kStateRows = 4;  // rows of the state at a time in the recurrent kernel
 
   static DELTANET_INLINE V zero() { return _mm256_setzero_ps(); }
   static DELTANET_INLINE V set1(float x) { return _mm256_set1_ps(x); }

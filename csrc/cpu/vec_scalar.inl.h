@@ -16,8 +16,7 @@ struct Scalar {
   static constexpr int rows_for(int) { return 2; }
   static constexpr int update_rows_for(int) { return 2; }
   static constexpr int kDotRows = 2;
-  static constexpr int kStateWidths[] = {
-      8, 1};  // vectors of the state per pass of the recurrent kernel
+  static constexpr int kStateRows = 4;  // rows of the state at a time in the recurrent kernel
 
   static DELTANET_INLINE V zero() { return 0; }
   static DELTANET_INLINE V set1(Real x) { return x; }

@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "cpu/registry.h"
+#include "ops/allocate.h"
 
 #ifndef DELTANET_VERSION
 #error "DELTANET_VERSION is set by setup.py"
@@ -48,4 +49,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_isa", &deltanet::cpu::active_isa, "The instruction set in use.");
   m.def("force_cpu_isa", &deltanet::cpu::force_isa, py::arg("name"),
         "Use this instruction set in the whole process; '' goes back to the automatic choice.");
+  m.def("poison_large_results", &deltanet::ops::poison_large_results, py::arg("on"),
+        "For tests: memory of large results holds NaN until a kernel writes it.");
 }
