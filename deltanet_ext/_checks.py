@@ -12,6 +12,7 @@ mode. The C++ operators check everything again, also what a traced graph cannot.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -429,7 +430,7 @@ def _need_rank(call: str, name: str, x: Tensor, shape: str) -> None:
 
 def _need_shape(call: str, name: str, x: Tensor, text: str, wanted: Sequence[int]) -> None:
     if x.shape != wanted:
-        sizes = ", ".join(str(int(size)) for size in wanted)
+        sizes = ", ".join(str(operator.index(size)) for size in wanted)
         raise ValueError(f"{call}: {name} has shape {_shape(x)}; supported: {text} = [{sizes}]")
 
 
@@ -464,8 +465,8 @@ def _kind(x: Any) -> str:
 
 
 def _shape(x: Tensor) -> str:
-    # int: a size that is symbolic in a trace has no text there.
-    return f"[{', '.join(str(int(size)) for size in x.shape)}]"
+    # index: a size that is symbolic in a trace has no text there.
+    return f"[{', '.join(str(operator.index(size)) for size in x.shape)}]"
 
 
 def _dtype(x: Tensor) -> str:

@@ -596,8 +596,8 @@ def main(options: Options, json_path: str | None = None) -> int:
     ]
     render(outcomes, console)
     console.print(
-        "Differences are between logits, relative to their size; `allowed` is what rounding explains "
-        "(docs/numerics.md).\n`closest choice`: how far apart the two best logits came; "
+        "Differences are between logits, relative to their size; `allowed` is what rounding "
+        "explains (docs/numerics.md).\n`closest choice`: how far apart the two best logits came; "
         "`text, without rule`: the difference if the rule's output were zero;\n`rule in ...`: the "
         "seconds that the gated delta rule alone took."
     )

@@ -331,8 +331,8 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def enabled() -> Iterator[Report]:
-    """`enable()` for the length of a block. Blocks may nest and overlap, in several threads too: the
-    last one to end switches back, unless `enable()` was called."""
+    """`enable()` for the length of a block. Blocks may nest and overlap, in several threads too:
+    the last one to end switches back, unless `enable()` was called."""
     block = object()
     with _lock:
         switched = _switch_on()
