@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a call of the rule hands to the CUDA kernels: core's parameters with device pointers, and
+// what only a device can hold. Kernels take it by value.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "core/params.h"
+
+namespace deltanet::cuda {
+
+// All pointers are device pointers. core's `cu_seqlens` (host memory) stays null.
+struct RuleParams : GatedDeltaRuleParams {
+  // [N+1], int32 or int64, or null: each batch row is one sequence. The host never reads it:
+  // launches and allocations depend on shapes alone. Kernels clamp what it says to [0, T].
+  const void* device_cu_seqlens = nullptr;
+  bool cu_seqlens_is_int64 = false;
+  int64_t cu_seqlens_stride = 1;
+
+  bool packed() const { return device_cu_seqlens != nullptr; }
+};
+
+// The tokens of one sequence: begin to end of batch row `batch`.
+struct Sequence {
+  int64_t batch, begin, end;
+};
+
+__device__ __forceinline__ int64_t cu_seqlens_at(const RuleParams& p, int64_t n) {
+  const int64_t at = n * p.cu_seqlens_stride;
+  const int64_t x = p.cu_seqlens_is_int64 ? static_cast<const int64_t*>(p.device_cu_seqlens)[at]
+                                          : static_cast<const int32_t*>(p.device_cu_seqlens)[at];
+  return x < 0 ? 0 : x < p.tokens ? x : p.tokens;
+}
+
+// Sequence n of 0 .. N-1. Whatever cu_seqlens holds, the tokens lie inside the tensors.
+__device__ __forceinline__ Sequence sequence_at(const RuleParams& p, int64_t n) {
+  if (!p.device_cu_seqlens) return {n, 0, p.tokens};
+  const int64_t begin = cu_seqlens_at(p, n), end = cu_seqlens_at(p, n + 1);
+  return {0, begin, end < begin ? begin : end};
+}
+
+// The tokens behind the last packed sequence, which belong to nobody: their outputs are zero.
+__device__ __forceinline__ Sequence tail_of(const RuleParams& p) {
+  return {0, cu_seqlens_at(p, p.sequences), p.tokens};
+}
+
+}  // namespace deltanet::cuda
