@@ -15,9 +15,9 @@ constexpr int kThreads = 256;
 
 // Carries the sum of earlier tiles into the scan of the next one.
 struct RunningSum {
-  int32_t sum = 0;
-  __device__ int32_t operator()(int32_t tile) {
-    const int32_t before = sum;
+  int64_t sum = 0;
+  __device__ int64_t operator()(int64_t tile) {
+    const int64_t before = sum;
     sum += tile;
     return before;
   }
@@ -28,24 +28,21 @@ struct RunningSum {
 __global__ void __launch_bounds__(kThreads)
     chunk_table_kernel(const __grid_constant__ RuleParams p, int chunk_size, int64_t entries,
                        int32_t* offsets, Chunk* chunks) {
-  using Scan = cub::BlockScan<int32_t, kThreads>;
+  using Scan = cub::BlockScan<int64_t, kThreads>;
   __shared__ typename Scan::TempStorage storage;
   RunningSum carry;
   for (int64_t base = 0; base < p.sequences; base += kThreads) {
     const int64_t n = base + threadIdx.x;
-    int32_t count = 0;
+    int64_t count = 0, before;
     if (n < p.sequences) {
       const Sequence s = sequence_at(p, n);
-      count = int32_t((s.end - s.begin + chunk_size - 1) / chunk_size);
+      count = (s.end - s.begin + chunk_size - 1) / chunk_size;
     }
-    int32_t before;
     Scan(storage).ExclusiveSum(count, before, carry);
     // cu_seqlens that decrease can promise more chunks than there is room for.
-    if (n < p.sequences) offsets[n] = before < entries ? before : int32_t(entries);
-    if (n == p.sequences - 1) {
-      const int64_t total = int64_t(before) + count;
-      offsets[p.sequences] = int32_t(total < entries ? total : entries);
-    }
+    if (n < p.sequences) offsets[n] = int32_t(before < entries ? before : entries);
+    if (n == p.sequences - 1)
+      offsets[p.sequences] = int32_t(before + count < entries ? before + count : entries);
     __syncthreads();  // the next tile reuses the storage; at last: offsets are complete
   }
   if (p.sequences == 0 && threadIdx.x == 0) offsets[0] = 0;

@@ -8,7 +8,6 @@
 #include <tuple>
 
 #include "cuda/gate_cumsum.cuh"
-#include "ops/allocate.h"
 #include "ops/checks.h"
 #include "ops/cuda_context.h"
 #include "ops/tensor_view.h"
@@ -25,8 +24,8 @@ std::tuple<Tensor, Tensor> gate_cumsum(Tensor g, int64_t chunk_size) {
   p.tokens = g.sizes()[1];
   p.heads = g.sizes()[2];
   const std::vector<int64_t> sizes{p.batch, p.heads, p.tokens};
-  const Tensor high = allocate(g, sizes, ScalarType::Float);
-  const Tensor low = allocate(g, sizes, ScalarType::Float);
+  const Tensor high = torch::stable::new_empty(g, sizes, ScalarType::Float);
+  const Tensor low = torch::stable::new_empty(g, sizes, ScalarType::Float);
   p.g = view<3>(g);
   p.high = static_cast<float*>(high.mutable_data_ptr());
   p.low = static_cast<float*>(low.mutable_data_ptr());

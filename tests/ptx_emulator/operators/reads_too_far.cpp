@@ -2,7 +2,6 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "ops/allocate.h"
 #include "ops/cuda_context.h"
 
 namespace deltanet::cuda {
@@ -13,7 +12,7 @@ namespace deltanet::ops {
 namespace {
 
 Tensor reads_too_far(Tensor x) {
-  const Tensor y = allocate(x, x.sizes(), ScalarType::Float);
+  const Tensor y = torch::stable::new_empty(x, x.sizes(), ScalarType::Float);
   const CudaContext context({x}, {y});
   cuda::reads_too_far(static_cast<const float*>(x.const_data_ptr()),
                       static_cast<float*>(y.mutable_data_ptr()), x.numel(), context.stream());
