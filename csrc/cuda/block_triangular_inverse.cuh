@@ -53,6 +53,11 @@ enum BlockTriangularInverseAlgorithm {
 ///   2. Merging, for halves of 16, 32, 64 rows:
 ///      [A 0; C D]^-1 = [A^-1 0; -D^-1 C A^-1  D^-1].
 ///
+/// \par Accuracy
+/// Relative error of T with fp32 merges, 64 rows: 3e-8 for random keys, 6e-7 for identical keys with
+/// b = 1.999 (substitution row by row: 2e-8 and 3e-7). Where entries of T alternate in sign, each
+/// merge adds to it: 3e-6 at 128 rows.
+///
 /// \tparam kSize          rows: 16, 32, 64 or 128. Smaller systems are padded with zero rows of L.
 /// \tparam kBlockThreads  threads of the one-dimensional block; a multiple of 32, at least 64
 /// \tparam kAlgorithm     how merges are computed
@@ -65,7 +70,7 @@ enum BlockTriangularInverseAlgorithm {
 /// __shared__ alignas(16) float matrix[Inverse::kMatrixSize];
 /// __shared__ typename Inverse::TempStorage temp_storage;
 /// for (int e = threadIdx.x; e < 64 * 64; e += 128)
-///   if (e % 64 < e / 64) matrix[e / 64 * Inverse::kPitch + e % 64] = L[e];
+///   matrix[e / 64 * Inverse::kPitch + e % 64] = L[e];
 /// __syncthreads();                             // L is complete
 /// Inverse(temp_storage).Invert(matrix);
 /// for (int e = threadIdx.x; e < 64 * 64; e += 128)
@@ -116,9 +121,10 @@ class BlockTriangularInverse {
 
   /// \brief Replaces L by T.
   ///
-  /// \param matrix  [kSize][kPitch] in shared memory, 16-byte aligned. Read: what lies strictly
-  ///                below the diagonal. Written: what lies on or below it, and zeros above it inside
-  ///                the 16 x 16 diagonal blocks. Other blocks above the diagonal are not touched.
+  /// \param matrix  [kSize][kPitch] in shared memory, 16-byte aligned. What lies on or above the
+  ///                diagonal counts for nothing; loads of 16 bytes may fetch it inside the 16 x 16
+  ///                diagonal blocks. Written: what lies on or below the diagonal, and zeros above it
+  ///                inside those blocks. Other blocks above the diagonal are not touched.
   __device__ __forceinline__ void Invert(float* matrix) {
     RakeDiagonalBlocks(matrix);
     if constexpr (kSize >= 32) Merge<16>(matrix);
