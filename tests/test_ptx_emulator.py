@@ -48,6 +48,7 @@ PROGRAMS = {
     "ops_warp": OFTEN,
     "ops_tensor": OFTEN,
     "ops_async": (*OFTEN, {"ASYNC": "early"}),
+    "block_triangular_inverse": OFTEN,
     "cub_block": OFTEN,
     "cub_device": OFTEN,
     "tile_product": (*OFTEN, {"ASYNC": "early"}),

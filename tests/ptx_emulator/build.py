@@ -362,9 +362,19 @@ def program(
 
 # The CUDA side of the extension: kernels, and operator code that includes torch. Both grow with
 # csrc.
-KERNEL_SOURCES = ("csrc/cuda/gate_cumsum.cu", "tests/ptx_emulator/operators/reads_too_far.cu")
+KERNEL_SOURCES = (
+    "csrc/cuda/chunk_table.cu",
+    "csrc/cuda/forward.cu",
+    "csrc/cuda/gate_cumsum.cu",
+    "csrc/cuda/recurrent_forward.cu",
+    "csrc/cuda/simt_forward.cu",
+    "csrc/cuda/triangular_inverse.cu",
+    "tests/ptx_emulator/operators/reads_too_far.cu",
+)
 OPERATOR_SOURCES = (
+    "csrc/ops/gated_delta_rule_cuda.cpp",
     "csrc/ops/schema.cpp",
+    "csrc/ops/triangular_inverse_cuda.cpp",
     "tests/ptx_emulator/operators/gate_cumsum.cpp",
     "tests/ptx_emulator/operators/reads_too_far.cpp",
 )

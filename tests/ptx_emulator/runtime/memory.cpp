@@ -209,16 +209,22 @@ void forget_readers(Extras& x, Cell& cell) {
   cell.readers[0].block = cell.readers[1].block = 0;
   if (cell.many) forget_list(x, cell);
 }
+// Several blocks of one launch, the newest of which stands in `time`.
 constexpr uint32_t kSeveralBlocks = ~0u;
+
+bool of_earlier_launch(const Current& a, uint32_t block) {
+  return block < a.b->launch->first_serial;
+}
 
 void check_group(const Current& a, const Readers& r) {
   if (!r.block || (r.strong && a.strong)) return;
   if (r.block == kSeveralBlocks) {  // only an exact answer may be a finding
+    if (of_earlier_launch(a, r.time)) return;
     if (!knows_foreign(a.t)) race(a, "read", 0, 0, r.site, false);
     return;
   }
   if (r.block == a.b->serial ? r.time <= a.b->floor
-                             : a.is_shared || r.block < a.b->launch->first_serial)
+                             : a.is_shared || of_earlier_launch(a, r.block))
     return;
   for (uint32_t lanes = r.lanes; lanes; lanes &= lanes - 1) {
     const uint32_t thread = r.warp * 32u + uint32_t(__builtin_ctz(lanes));
@@ -237,7 +243,7 @@ bool superseded(const Current& a, const Readers& r) {
   if (r.block == a.b->serial)
     return r.time <= a.b->floor ||
            (r.warp == a.t->warp && r.lanes == 1u << a.t->lane && r.strong == a.strong);
-  return r.block != kSeveralBlocks && (a.is_shared || r.block < a.b->launch->first_serial);
+  return a.is_shared || of_earlier_launch(a, r.block == kSeveralBlocks ? r.time : r.block);
 }
 bool joins(const Current& a, Readers& r) {
   if (r.block != a.b->serial || r.time != a.t->now || r.warp != a.t->warp || r.strong != a.strong)
@@ -256,7 +262,7 @@ void add_reader(Extras& x, Cell& cell, const Current& a) {
     }
   if (cell.readers[0].block != a.b->serial && cell.readers[1].block != a.b->serial) {
     // A third block reads this word, as blocks do with weights: remember that, not each of them.
-    cell.readers[1] = {kSeveralBlocks, 0, 0, cell.readers[1].site, 0, false};
+    cell.readers[1] = {kSeveralBlocks, a.b->serial, 0, cell.readers[1].site, 0, false};
     cell.readers[0] = me;
     if (cell.many) forget_list(x, cell);
     return;

@@ -52,8 +52,12 @@ class CudaContext {
       merged.back().second = std::max(merged.back().second, r.second);
     }
     for (const Range& r : merged) expose(r, 1);
-    for (const auto& x : outputs)
-      if (x && x->numel()) expose(range_of(*x), 0);
+    for (const auto& x : outputs) {
+      if (!x || !x->numel()) continue;
+      expose(range_of(*x), 0);
+      // Scratch memory is gone when the operator returns. A graph's pool would hold on to it.
+      if (ptx_emulator_capturing()) captured().push_back(*x);
+    }
   }
   ~CudaContext() {
     // A replay comes back to the memory of what was captured.
@@ -80,6 +84,10 @@ class CudaContext {
   void expose(const Range& r, int written) {
     ptx_emulator_expose(r.first, size_t(r.second - r.first), written);
     exposed_.push_back(r.first);
+  }
+  static std::vector<Tensor>& captured() {
+    static std::vector<Tensor> tensors;
+    return tensors;
   }
   std::vector<const char*> exposed_;
 };

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The gated delta rule and its transition on CUDA: checks, allocation, call. Nothing here waits for
+// the device: the contents of cu_seqlens are the kernels' business.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <tuple>
+
+#include "cuda/forward.h"
+#include "ops/cuda_context.h"
+#include "ops/rule_arguments.h"
+
+namespace deltanet::ops {
+namespace {
+
+using torch::stable::new_empty;
+
+// float64 runs on the CPU alone: Python says so first, in the same words.
+cuda::RuleParams check_tokens(const char* op, const Tensor& key, const Tensor& value,
+                              const OptionalTensor& g, const OptionalTensor& beta,
+                              const OptionalTensor& cu_seqlens) {
+  cuda::RuleParams p;
+  static_cast<GatedDeltaRuleParams&>(p) =
+      check_keys_and_values(op, check_device, key, value, g, beta);
+  STD_TORCH_CHECK(key.scalar_type() != ScalarType::Double, op,
+                  ": the inputs are float64; supported on CUDA: float32, bfloat16, float16 "
+                  "(float64 runs on the CPU)");
+  if (!cu_seqlens) return p;
+  check_cu_seqlens(op, *cu_seqlens, p.batch, check_device);
+  p.sequences = cu_seqlens->sizes()[0] - 1;
+  p.device_cu_seqlens = cu_seqlens->const_data_ptr();
+  p.cu_seqlens_is_int64 = cu_seqlens->scalar_type() == ScalarType::Long;
+  p.cu_seqlens_stride = cu_seqlens->strides()[0];
+  return p;
+}
+
+Tensor new_state(const Tensor& like, int64_t sequences, int64_t heads, int64_t rows,
+                 int64_t columns) {
+  const int64_t sizes[] = {sequences, heads, rows, columns};
+  return new_empty(like, {sizes, 4}, ScalarType::Float);
+}
+
+// Scratch memory of one call. It goes back to the allocator when the launches are queued: whoever
+// gets it next runs behind them on the same stream.
+Tensor new_workspace(const Tensor& like, size_t bytes) {
+  const int64_t sizes[] = {int64_t(bytes)};
+  return new_empty(like, {sizes, 1}, ScalarType::Byte);
+}
+
+std::tuple<Tensor, Tensor> gated_delta_rule(const char* op, bool chunked, const RuleArguments& x) {
+  cuda::RuleParams p = check_tokens(op, x.key, x.value, x.g, x.beta, x.cu_seqlens);
+  check_rule(op, check_device, x, p);
+
+  const int64_t out_sizes[] = {p.batch, p.tokens, p.value_heads, int64_t(p.dim_v)};
+  const Tensor out = new_empty(x.query, {out_sizes, 4}, x.query.scalar_type());
+  const int64_t none[] = {0};
+  const Tensor final_state =
+      x.output_final_state
+          ? new_state(x.key, p.sequences, p.value_heads, x.state_rows(), x.state_columns())
+          : new_empty(x.key, {none, 1}, ScalarType::Float);
+  set_results(out, final_state, x, p);
+  const Tensor workspace = new_workspace(x.key, chunked ? cuda::chunk_forward_workspace(p) : 0);
+
+  const CudaContext context({x.query, x.key, x.value, x.g, x.beta, x.initial_state, x.cu_seqlens,
+                             x.A_log, x.dt_bias},
+                            {out, final_state, workspace});
+  if (chunked)
+    cuda::chunk_forward(p, workspace.mutable_data_ptr(), context.stream());
+  else
+    cuda::recurrent_forward(p, context.stream());
+  return {out, final_state};
+}
+
+std::tuple<Tensor, Tensor> chunk_gated_delta_rule_forward(
+    Tensor query, Tensor key, Tensor value, OptionalTensor g, OptionalTensor beta,
+    OptionalTensor initial_state, OptionalTensor cu_seqlens, OptionalTensor A_log,
+    OptionalTensor dt_bias, double scale, bool output_final_state, bool use_qk_l2norm,
+    bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, bool state_v_first) {
+  return gated_delta_rule("chunk_gated_delta_rule", true,
+                          {query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias,
+                           scale, output_final_state, use_qk_l2norm, use_gate, use_beta_sigmoid,
+                           allow_neg_eigval, state_v_first});
+}
+
+std::tuple<Tensor, Tensor> recurrent_gated_delta_rule_forward(
+    Tensor query, Tensor key, Tensor value, OptionalTensor g, OptionalTensor beta,
+    OptionalTensor initial_state, OptionalTensor cu_seqlens, OptionalTensor A_log,
+    OptionalTensor dt_bias, double scale, bool output_final_state, bool use_qk_l2norm,
+    bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, bool state_v_first) {
+  return gated_delta_rule("recurrent_gated_delta_rule", false,
+                          {query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias,
+                           scale, output_final_state, use_qk_l2norm, use_gate, use_beta_sigmoid,
+                           allow_neg_eigval, state_v_first});
+}
+
+// Equation (8) by running the rule twice: from the zero state it gives U, from I and with v = 0 it
+// gives M.
+std::tuple<Tensor, Tensor> chunk_transition(Tensor key, Tensor value, OptionalTensor g,
+                                            OptionalTensor beta, OptionalTensor cu_seqlens,
+                                            bool use_qk_l2norm) {
+  cuda::RuleParams p = check_tokens("chunk_transition", key, value, g, beta, cu_seqlens);
+  p.l2norm = use_qk_l2norm;
+  const Tensor M = new_state(key, p.sequences, p.value_heads, p.dim_k, p.dim_k);
+  const Tensor U = new_state(key, p.sequences, p.value_heads, p.dim_k, p.dim_v);
+  p.final_state = mutable_view<4>(U);
+  cuda::RuleParams identity = p;
+  identity.value = {};
+  identity.dim_v = p.dim_k;
+  identity.initial_state_is_identity = true;
+  identity.final_state = mutable_view<4>(M);
+
+  const Tensor workspace = new_workspace(key, cuda::chunk_forward_workspace(p));
+  const Tensor second = new_workspace(key, cuda::chunk_forward_workspace(identity));
+  const CudaContext context({key, value, g, beta, cu_seqlens}, {M, U, workspace, second});
+  cuda::chunk_forward(p, workspace.mutable_data_ptr(), context.stream());
+  cuda::chunk_forward(identity, second.mutable_data_ptr(), context.stream());
+  return {M, U};
+}
+
+}  // namespace
+}  // namespace deltanet::ops
+
+STABLE_TORCH_LIBRARY_IMPL(deltanet_ext, DELTANET_CUDA_KEY, m) {
+  m.impl("chunk_gated_delta_rule_forward",
+         TORCH_BOX(&deltanet::ops::chunk_gated_delta_rule_forward));
+  m.impl("recurrent_gated_delta_rule_forward",
+         TORCH_BOX(&deltanet::ops::recurrent_gated_delta_rule_forward));
+  m.impl("chunk_transition", TORCH_BOX(&deltanet::ops::chunk_transition));
+}
