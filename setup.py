@@ -46,6 +46,7 @@ OPS_SOURCES = [
     "csrc/ops/module.cpp",
 ]
 CUDA_SOURCES = [
+    "csrc/cuda/chunk_table.cu",
     "csrc/cuda/gate_cumsum.cu",
     "csrc/ops/module_cuda.cpp",
 ]

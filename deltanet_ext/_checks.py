@@ -446,9 +446,7 @@ def _need_device(call: str, name: str, x: Tensor, device: torch.device) -> None:
             "(there are no kernels for other devices)"
         )
     if x.device.type == "cuda" and not _CUDA:
-        raise ValueError(
-            f"{call}: {name} is on {x.device}; supported: cpu ({_load.why_no_cuda()})"
-        )
+        raise ValueError(f"{call}: {name} is on {x.device}; supported: cpu ({_load.why_no_cuda()})")
     if x.device != device:
         raise ValueError(
             f"{call}: {name} is on {x.device} and other arguments are on {device}; "
