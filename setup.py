@@ -47,7 +47,13 @@ OPS_SOURCES = [
 ]
 CUDA_SOURCES = [
     "csrc/cuda/chunk_table.cu",
+    "csrc/cuda/forward.cu",
     "csrc/cuda/gate_cumsum.cu",
+    "csrc/cuda/recurrent_forward.cu",
+    "csrc/cuda/simt_forward.cu",
+    "csrc/cuda/triangular_inverse.cu",
+    "csrc/ops/gated_delta_rule_cuda.cpp",
+    "csrc/ops/triangular_inverse_cuda.cpp",
     "csrc/ops/module_cuda.cpp",
 ]
 

@@ -184,9 +184,10 @@ def test_fake_tensors_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     args = inputs(40, **OPTIONS[name])
     want = deltanet_ext.chunk_gated_delta_rule(**args)
     gpu = torch.device("cuda", 0)
+    meta = {n: x.to("meta") if isinstance(x, Tensor) else x for n, x in args.items()}
     with torch._subclasses.FakeTensorMode() as mode:
-        moved = {n: FakeTensor(mode, x.to("meta"), gpu) if isinstance(x, Tensor) else x
-                 for n, x in args.items()}  # fmt: skip
+        moved = {n: FakeTensor(mode, x, gpu) if isinstance(x, Tensor) else x
+                 for n, x in meta.items()}  # fmt: skip
         got = deltanet_ext.chunk_gated_delta_rule(**moved)
     for x, y in zip(got, want, strict=True):
         assert (x is None) == (y is None)

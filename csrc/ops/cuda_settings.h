@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Switches of the CUDA operators that are no arguments of theirs: the process sets them through
-// deltanet_ext.batch_invariant and deltanet_ext.cuda_precision, an operator reads them when it runs.
-// Not part of the schemas, so that they hold for compiled and exported graphs as well.
+// deltanet_ext.batch_invariant and deltanet_ext.cuda_precision, an operator reads them when it
+// runs. Not part of the schemas, so that they hold for compiled and exported graphs as well.
 #pragma once
 #include <atomic>
 

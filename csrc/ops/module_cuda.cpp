@@ -32,9 +32,8 @@ PYBIND11_MODULE(_C_cuda, m) {
       "CUDA implementations of the operators in torch.ops.deltanet_ext, registered by the import.";
   m.def("build_info", &build_info);
   m.def(
-      "set_batch_invariant",
-      [](bool on) { deltanet::ops::cuda_settings.batch_invariant = on; }, py::arg("on"),
-      "Choose kernels by the sizes of one sequence alone.");
+      "set_batch_invariant", [](bool on) { deltanet::ops::cuda_settings.batch_invariant = on; },
+      py::arg("on"), "Choose kernels by the sizes of one sequence alone.");
   m.def(
       "set_fast", [](bool on) { deltanet::ops::cuda_settings.fast = on; }, py::arg("on"),
       "Fewer products of split operands: docs/numerics.md.");
