@@ -520,7 +520,7 @@ class OnCuda(torch.Tensor):
         raise AssertionError("a check waited for the GPU")
 
 
-TENSORS = "query key value g beta initial_state cu_seqlens A_log dt_bias".split()
+TENSORS = ("query", "key", "value", "g", "beta", "initial_state", "cu_seqlens", "A_log", "dt_bias")
 
 
 def on_cuda(args: dict[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,23 @@ inline void check_device(const char* op, const char* name, const Tensor& x) {
                   " is not on a CUDA device, as the other arguments are");
 }
 
+// While it lives, the device of this tensor is the current one. For what is asked before there is
+// a context, because its answer is among the outputs: how large a workspace must be.
+class CudaDevice {
+ public:
+  explicit CudaDevice(const Tensor& x) : guard_(index_of(x)) {}
+  CudaDevice(const CudaDevice&) = delete;
+
+  static int32_t index_of(const Tensor& x) {
+    int32_t index = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x.get(), &index));
+    return index;
+  }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+};
+
 // For the time of one call: the device of its tensors is the current one, and stream() is the
 // stream that torch uses there, which is the capturing one inside torch.cuda.graph.
 class CudaContext {
@@ -55,8 +72,7 @@ class CudaContext {
     for (const auto& tensors : {inputs, outputs})
       for (const auto& x : tensors) {
         if (!x) continue;
-        int32_t device = 0;
-        TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x->get(), &device));
+        const int32_t device = CudaDevice::index_of(*x);
         STD_TORCH_CHECK(found < 0 || device == found, "deltanet_ext: tensors on cuda:", found,
                         " and on cuda:", device, " in one call; supported: one device");
         found = device;
