@@ -187,7 +187,9 @@ def test_bad_arguments_have_the_messages_of_the_cpu(function):
             function(**{**good, "query": wide, "key": wide})
         with pytest.raises(ValueError, match=rf"{name}: g is on cpu and other .* on cuda:0"):
             function(**{**good, "g": mode.from_tensor(CASES[0].inputs()["g"])})
-        with pytest.raises(TypeError, match=rf"{name}: query is float64 on cuda:0; supported ther"):
+        with pytest.raises(
+            TypeError, match=rf"{name}: query is float64 on cuda:0; supported there"
+        ):
             function(**fake(CASES[0].inputs(torch.float64), mode))
 
 
