@@ -44,9 +44,11 @@ ChunkTable build_chunk_table(const RuleParams& p, int chunk_size, void* memory,
 // Chunk i of 0 .. max_chunks - 1.
 __device__ __forceinline__ Chunk chunk_at(const RuleParams& p, const ChunkTable& table, int64_t i) {
   if (table.chunks) return table.chunks[i];
-  const int64_t per_sequence = (p.tokens + table.chunk_size - 1) / table.chunk_size;
-  const int64_t sequence = i / per_sequence, index = i % per_sequence;
-  const int64_t first = index * table.chunk_size, left = p.tokens - first;
+  // Chunks and tokens are below 2^31: 32-bit divisions.
+  const unsigned per_sequence =
+      (unsigned(p.tokens) + unsigned(table.chunk_size) - 1) / unsigned(table.chunk_size);
+  const unsigned sequence = unsigned(i) / per_sequence, index = unsigned(i) % per_sequence;
+  const int64_t first = int64_t(index) * table.chunk_size, left = p.tokens - first;
   return {int32_t(sequence), int32_t(first),
           int32_t(left < table.chunk_size ? left : table.chunk_size), int32_t(index)};
 }
@@ -55,7 +57,7 @@ __device__ __forceinline__ Chunk chunk_at(const RuleParams& p, const ChunkTable&
 __device__ __forceinline__ int64_t first_chunk_of(const RuleParams& p, const ChunkTable& table,
                                                   int64_t n) {
   if (table.offsets) return table.offsets[n];
-  return n * ((p.tokens + table.chunk_size - 1) / table.chunk_size);
+  return n * ((unsigned(p.tokens) + unsigned(table.chunk_size) - 1) / unsigned(table.chunk_size));
 }
 
 }  // namespace deltanet::cuda

@@ -127,14 +127,29 @@ __device__ __forceinline__ float4 load_quad(const void* data, DType dtype, int64
   return x;
 }
 
+// Inline assembly: the compiler would merge the first of four scalar stores of another branch into a
+// vector store, and leave four scalars.
+__device__ __forceinline__ void store_16_bytes(float* to, float4 x) {
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};"
+               :
+               : "l"(__cvta_generic_to_global(to)), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+               : "memory");
+}
+__device__ __forceinline__ void store_8_bytes(uint16_t* to, uint2 x) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};"
+               :
+               : "l"(__cvta_generic_to_global(to)), "r"(x.x), "r"(x.y)
+               : "memory");
+}
+
 __device__ __forceinline__ void store_quad(void* data, DType dtype, int64_t at, int64_t stride,
                                            int count, bool quads, float4 x) {
   if (quads && count >= 4) {
     if (dtype == DType::kFloat32)
-      *reinterpret_cast<float4*>(static_cast<float*>(data) + at) = x;
+      store_16_bytes(static_cast<float*>(data) + at, x);
     else
-      *reinterpret_cast<uint2*>(static_cast<uint16_t*>(data) + at) =
-          dtype == DType::kBFloat16 ? pack_bf16(x) : pack_f16(x);
+      store_8_bytes(static_cast<uint16_t*>(data) + at,
+                    dtype == DType::kBFloat16 ? pack_bf16(x) : pack_f16(x));
     return;
   }
   if (count > 0) store_float(data, dtype, at, x.x);

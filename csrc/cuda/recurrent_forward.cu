@@ -16,12 +16,8 @@ int state_quads(const MutableView<4>& x) {
 template <int kDimK>
 void run(const RuleParams& p, const RecurrentQuads& quads, cudaStream_t stream) {
   using Traits = RecurrentTraits<kDimK>;
-  const int64_t tiles = (p.dim_v + Traits::kColumns - 1) / Traits::kColumns;
-  // A packed call has one sequence more, which clears the tail.
-  const int64_t sequences = p.sequences + (p.packed() ? 1 : 0);
   launch("recurrent_gated_delta_rule", recurrent_forward_kernel<kDimK>,
-         sequences * p.value_heads * tiles, Traits::kThreads, /*dynamic_shared=*/0, stream, p,
-         quads);
+         rule_blocks(p, Traits::kColumns), Traits::kThreads, /*dynamic_shared=*/0, stream, p, quads);
 }
 
 }  // namespace

@@ -75,7 +75,7 @@ class RecurrentBlock {
         shared_(shared),
         n_(n),
         head_(head),
-        key_head_(head / (p.value_heads / p.key_heads)),
+        key_head_(key_head_of(p, head)),
         column_(tile * Traits::kColumns + int(threadIdx.x) % Traits::kColumnQuads * 4),
         columns_(p.dim_v - column_),
         group_(int(threadIdx.x) / Traits::kColumnQuads) {}
@@ -324,13 +324,11 @@ __global__ void __launch_bounds__(RecurrentTraits<kDimK>::kThreads)
                              const __grid_constant__ RecurrentQuads quads) {
   using Traits = RecurrentTraits<kDimK>;
   __shared__ typename Traits::Shared shared;
-  const int tiles = (p.dim_v + Traits::kColumns - 1) / Traits::kColumns;
-  const int tile = int(blockIdx.x % tiles);
-  const int64_t head = blockIdx.x / tiles % p.value_heads, n = blockIdx.x / tiles / p.value_heads;
-  if (n < p.sequences)
-    RecurrentBlock<kDimK>(p, quads, shared, n, head, tile).run();
+  const RuleBlock block = rule_block(p, Traits::kColumns);
+  if (block.sequence < p.sequences)
+    RecurrentBlock<kDimK>(p, quads, shared, block.sequence, block.head, block.tile).run();
   else
-    RecurrentBlock<kDimK>::clear(p, quads, head, tile);
+    RecurrentBlock<kDimK>::clear(p, quads, block.head, block.tile);
 }
 
 }  // namespace deltanet::cuda

@@ -27,6 +27,33 @@ struct RuleParams : GatedDeltaRuleParams {
   bool packed() const { return device_cu_seqlens != nullptr; }
 };
 
+// Kernels that carry a state run one block per (sequence, value head, tile of V). A packed call has
+// one sequence more, N: its blocks clear the outputs behind the last sequence.
+struct RuleBlock {
+  int64_t sequence, head;
+  int tile;
+};
+
+inline int64_t rule_blocks(const RuleParams& p, int columns_of_tile) {
+  const int64_t tiles = (p.dim_v + columns_of_tile - 1) / columns_of_tile;
+  return (p.sequences + (p.packed() ? 1 : 0)) * p.value_heads * tiles;
+}
+
+// Everything below runs on the device; host compilers see what stands above.
+#ifdef __CUDACC__
+
+// Which one this block is. Block numbers are below 2^31, and so are heads: 32-bit divisions.
+__device__ __forceinline__ RuleBlock rule_block(const RuleParams& p, int columns_of_tile) {
+  const unsigned tiles = unsigned(p.dim_v + columns_of_tile - 1) / unsigned(columns_of_tile);
+  const unsigned heads = unsigned(p.value_heads), rest = blockIdx.x / tiles;
+  return {rest / heads, rest % heads, int(blockIdx.x % tiles)};
+}
+
+// The key head that value head `head` reads.
+__device__ __forceinline__ int64_t key_head_of(const RuleParams& p, int64_t head) {
+  return unsigned(head) / (unsigned(p.value_heads) / unsigned(p.key_heads));
+}
+
 // The tokens of one sequence: begin to end of batch row `batch`.
 struct Sequence {
   int64_t batch, begin, end;
@@ -50,5 +77,7 @@ __device__ __forceinline__ Sequence sequence_at(const RuleParams& p, int64_t n) 
 __device__ __forceinline__ Sequence tail_of(const RuleParams& p) {
   return {0, cu_seqlens_at(p, p.sequences), p.tokens};
 }
+
+#endif  // __CUDACC__
 
 }  // namespace deltanet::cuda

@@ -9,16 +9,9 @@ namespace deltanet::cuda::simt {
 namespace {
 
 template <int kColumns>
-int64_t scan_blocks(const RuleParams& p) {
-  // A packed call has one sequence more, which clears the tail.
-  return (p.sequences + (p.packed() ? 1 : 0)) * p.value_heads *
-         ((p.dim_v + kColumns - 1) / kColumns);
-}
-
-template <int kColumns>
 void scan(const RuleParams& p, const ScanArguments& x, cudaStream_t stream) {
   using Traits = ScanTraits<kColumns>;
-  launch("chunk_scan", scan_kernel<kColumns>, scan_blocks<kColumns>(p), Traits::kThreads,
+  launch("chunk_scan", scan_kernel<kColumns>, rule_blocks(p, kColumns), Traits::kThreads,
          Traits::shared_bytes(p.dim_k), stream, p, x);
 }
 
@@ -35,10 +28,10 @@ int columns_of_tile(const RuleParams& p) {
   const int64_t shared = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   const int64_t processors = device_attribute(cudaDevAttrMultiProcessorCount);
   if (p.dim_v > 32 && ScanTraits<64>::shared_bytes(p.dim_k) <= shared &&
-      scan_blocks<64>(p) >= processors)
+      rule_blocks(p, 64) >= processors)
     return 64;
   if (p.dim_v > 16 && ScanTraits<32>::shared_bytes(p.dim_k) <= shared &&
-      scan_blocks<32>(p) >= processors)
+      rule_blocks(p, 32) >= processors)
     return 32;
   return 16;
 }

@@ -10,7 +10,7 @@
 //              half a warp for each.
 // Numerics:    G is scanned in fp64 and kept as hi + lo. l2norm, beta, decay and scale are fp32
 //              factors of products: k and q are never rescaled.
-// Memory:      reads q and k once per key head, g and beta once; writes 2.4 KB per value head.
+// Memory:      reads q and k once per key head, g and beta once; writes 2.6 KB per value head.
 // Edges:       tokens beyond the chunk's end count as k = q = b = g = 0.
 #pragma once
 #include <cub/warp/warp_scan.cuh>
@@ -30,8 +30,8 @@ constexpr int kChunk = 16;
 
 // One (chunk, value head) in the workspace.
 struct alignas(16) Prepared {
-  float L[kChunk][kChunk];  // j < i, zero elsewhere
-  float P[kChunk][kChunk];  // j <= i, zero elsewhere
+  float L[kChunk][kChunk];      // j < i, zero elsewhere
+  float P[kChunk][kChunk + 4];  // j <= i, zero elsewhere; two rows at a time: different banks
   float value[kChunk];      // b_i
   float key[kChunk];        // b_i e^{G_i} / |k_i|
   float query[kChunk];      // scale e^{G_i} / |q_i|
@@ -49,6 +49,7 @@ struct PrepareArguments {
 
 struct PrepareTraits {
   static constexpr int kThreads = kChunk * kChunk;
+  static constexpr int kMinBlocks = 4;  // 64 registers: none is spilled
   static constexpr int kHeads = kThreads / kChunk;  // value heads whose gates are scanned at once
   using Scan = cub::WarpScan<double, kChunk>;
   struct Shared {
@@ -136,7 +137,7 @@ __device__ __forceinline__ void cut_chunk(double G, int count, int& first, int& 
   }
 }
 
-__global__ void __launch_bounds__(PrepareTraits::kThreads)
+__global__ void __launch_bounds__(PrepareTraits::kThreads, PrepareTraits::kMinBlocks)
     prepare_kernel(const __grid_constant__ RuleParams p,
                    const __grid_constant__ PrepareArguments x) {
   using Traits = PrepareTraits;
@@ -146,7 +147,8 @@ __global__ void __launch_bounds__(PrepareTraits::kThreads)
   float* const k = reinterpret_cast<float*>(memory) + Traits::rows_offset() / 4;
   float* const q = k + kChunk * pitch;
 
-  const int64_t number = blockIdx.x / p.key_heads, key_head = blockIdx.x % p.key_heads;
+  const int64_t number = blockIdx.x / unsigned(p.key_heads);
+  const int64_t key_head = blockIdx.x % unsigned(p.key_heads);
   const Chunk chunk = chunk_at(p, x.table, number);
   if (chunk.count == 0) return;
   const int64_t batch = p.device_cu_seqlens ? 0 : chunk.sequence;
@@ -167,7 +169,7 @@ __global__ void __launch_bounds__(PrepareTraits::kThreads)
   }
   const float scale = float(p.scale);
 
-  const int64_t group = p.value_heads / p.key_heads;
+  const int64_t group = unsigned(p.value_heads) / unsigned(p.key_heads);
   for (int64_t base = 0; base < group; base += Traits::kHeads) {
     __syncthreads();  // norms are complete; gates of the heads before have been read
     {                 // equation (2): thread (i, j) is token j of value head base + i
@@ -215,6 +217,7 @@ __global__ void __launch_bounds__(PrepareTraits::kThreads)
       Prepared& to = x.out[number * p.value_heads + key_head * group + base + h];
       to.L[i][j] = l;
       to.P[i][j] = score;
+      if (j < 4) to.P[i][kChunk + j] = 0.f;  // copied along
     }
   }
 }

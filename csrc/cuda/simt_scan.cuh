@@ -39,6 +39,7 @@ struct ScanTraits {
   static_assert(kColumns_ == 16 || kColumns_ == 32 || kColumns_ == 64, "tiles of 64 threads");
   static constexpr int kColumns = kColumns_;
   static constexpr int kThreads = 128;
+  static constexpr int kMinBlocks = kColumns == 64 ? 3 : 4;  // as many as shared memory holds
   static constexpr int kColumnQuads = kColumns / 4;
   // K S and Q S have 64 threads each; a thread has kRows x 4 sums.
   static constexpr int kRows = kChunk * kColumnQuads / 64;
@@ -75,7 +76,7 @@ class ScanBlock {
         dim_(Traits::padded(p.dim_k)),
         n_(n),
         head_(head),
-        key_head_(head / (p.value_heads / p.key_heads)),
+        key_head_(key_head_of(p, head)),
         column_(tile * kColumns),
         thread_(int(threadIdx.x)) {}
 
@@ -314,16 +315,14 @@ class ScanBlock {
 };
 
 template <int kColumns>
-__global__ void __launch_bounds__(ScanTraits<kColumns>::kThreads)
+__global__ void __launch_bounds__(ScanTraits<kColumns>::kThreads, ScanTraits<kColumns>::kMinBlocks)
     scan_kernel(const __grid_constant__ RuleParams p, const __grid_constant__ ScanArguments x) {
   extern __shared__ float4 memory[];
-  const int tiles = (p.dim_v + kColumns - 1) / kColumns;
-  const int tile = int(blockIdx.x % tiles);
-  const int64_t head = blockIdx.x / tiles % p.value_heads, n = blockIdx.x / tiles / p.value_heads;
-  if (n < p.sequences)
-    ScanBlock<kColumns>(p, x, memory, n, head, tile).run();
+  const RuleBlock block = rule_block(p, kColumns);
+  if (block.sequence < p.sequences)
+    ScanBlock<kColumns>(p, x, memory, block.sequence, block.head, block.tile).run();
   else
-    ScanBlock<kColumns>::clear(p, x, head, tile);
+    ScanBlock<kColumns>::clear(p, x, block.head, block.tile);
 }
 
 }  // namespace deltanet::cuda::simt

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a launch may ask for: threads, grids, shared memory, by the limits of the architecture that
-// the program was built for.
+// the program was built for. And that launches come one after the other.
 #include "testing.cuh"
 using namespace testing;
 
@@ -20,6 +20,8 @@ __global__ void with_static(float* x) {
   if (x && threadIdx.x == 0) x[0] = fixed[0] + box[0];
 }
 __global__ void empty() {}
+__global__ void read_by_all(const float* x, float* y) { y[blockIdx.x] = x[0]; }
+__global__ void write_one(float* x) { x[0] = 5; }
 
 static void expect(const char* name, cudaError_t want) {
   const cudaError_t got = cudaGetLastError();
@@ -62,5 +64,12 @@ int main() {
   cudaFuncSetAttribute(with_static, cudaFuncAttributeMaxDynamicSharedMemorySize,
                        opt_in - (16 << 10) + 16),
       expect("static and dynamic above all there is", cudaErrorInvalidValue);
+
+  Array<float> y(6);
+  read_by_all<<<6, 1>>>(x, y);
+  write_one<<<1, 1>>>(x);  // no race: the readers belong to an earlier launch
+  read_by_all<<<6, 1>>>(x, y);
+  expect("what many blocks have read, the next launch writes", cudaSuccess);
+  report("and the one after it reads", y.host() == filled(6, 5.f));
   return finish();
 }
