@@ -78,7 +78,7 @@ class cuda_precision:
     Tensor cores take bf16 or fp16. "exact" splits every operand in two or three of these, so that
     products are as good as in fp32: the output's error is that of rounding it to its dtype. "fast"
     splits only what cancels: relative errors of the output reach 2.5e-3 instead of 1.7e-3 for bf16,
-    those of the state 1e-3 instead of 1e-5. Inputs in float32 are always computed exactly.
+    those of the state 2e-3 instead of 1e-5. Inputs in float32 are always computed exactly.
 
     This is a switch of its own: `torch.set_float32_matmul_precision` and `allow_tf32` are about
     matrix products of float32 tensors, and programs set them without thinking of a recurrent state
