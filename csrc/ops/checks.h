@@ -63,8 +63,15 @@ inline void check_rank(const char* op, const char* name, const Tensor& x, int64_
                   letters);
 }
 
-inline void check_cpu_float(const char* op, const char* name, const Tensor& x) {
+// Where a backend wants its tensors: throws for one that lies elsewhere.
+using CheckDevice = void(const char* op, const char* name, const Tensor& x);
+
+inline void check_on_cpu(const char* op, const char* name, const Tensor& x) {
   STD_TORCH_CHECK(x.is_cpu(), op, ": ", name, " is not on the CPU, as the other arguments are");
+}
+
+inline void check_float(const char* op, const char* name, const Tensor& x, CheckDevice& device) {
+  device(op, name, x);
   STD_TORCH_CHECK(is_supported_dtype(x.scalar_type()), op, ": ", name, " is ",
                   name_of(x.scalar_type()), "; supported: float32, float64, bfloat16, float16");
 }
@@ -77,17 +84,23 @@ inline void check_gate_dtype(const char* op, const char* name, const Tensor& x, 
                   qkv == ScalarType::Double ? "float64" : "float32 or the dtype of the inputs");
 }
 
-// The contents of cu_seqlens, as int64 in host memory.
-inline std::vector<int64_t> read_cu_seqlens(const char* op, const Tensor& x, int64_t batch,
-                                            int64_t tokens) {
+// All of cu_seqlens but its contents.
+inline void check_cu_seqlens(const char* op, const Tensor& x, int64_t batch, CheckDevice& device) {
   check_rank(op, "cu_seqlens", x, 1, "[N + 1]");
-  STD_TORCH_CHECK(x.is_cpu(), op, ": cu_seqlens is not on the CPU, as the other arguments are");
+  device(op, "cu_seqlens", x);
   const ScalarType t = x.scalar_type();
   STD_TORCH_CHECK(t == ScalarType::Int || t == ScalarType::Long, op, ": cu_seqlens is ", name_of(t),
                   "; supported: int32, int64");
   STD_TORCH_CHECK(batch == 1, op, ": cu_seqlens packs sequences into one batch row; the batch is ",
                   batch);
   STD_TORCH_CHECK(x.sizes()[0] >= 1, op, ": cu_seqlens is empty; it must start with 0");
+}
+
+// The contents of cu_seqlens, as int64 in host memory.
+inline std::vector<int64_t> read_cu_seqlens(const char* op, const Tensor& x, int64_t batch,
+                                            int64_t tokens) {
+  check_cu_seqlens(op, x, batch, check_on_cpu);
+  const ScalarType t = x.scalar_type();
   std::vector<int64_t> starts(x.sizes()[0]);
   const int64_t stride = x.strides()[0];
   for (size_t i = 0; i < starts.size(); ++i)
@@ -102,6 +115,18 @@ inline std::vector<int64_t> read_cu_seqlens(const char* op, const Tensor& x, int
   STD_TORCH_CHECK(starts.back() <= tokens, op, ": cu_seqlens ends at ", starts.back(),
                   ", beyond the ", tokens, " tokens");
   return starts;
+}
+
+// Checks of unit_lower_triangular_inverse. Returns C.
+inline int64_t check_inverse(const char* op, CheckDevice& device, const Tensor& L) {
+  const int64_t rank = L.dim();
+  STD_TORCH_CHECK(rank >= 2 && L.sizes()[rank - 1] == L.sizes()[rank - 2], op, ": L has shape ",
+                  shape_of(L), "; expected [..., C, C]");
+  const int64_t size = L.sizes()[rank - 1];
+  STD_TORCH_CHECK(size >= 1 && size <= kMaxInverseSize, op, ": L has size ", size,
+                  "; supported: 1 to ", kMaxInverseSize);
+  check_float(op, "L", L, device);
+  return size;
 }
 
 }  // namespace deltanet::ops

@@ -16,14 +16,7 @@ namespace {
 
 Tensor unit_lower_triangular_inverse(Tensor L) {
   const char* op = "unit_lower_triangular_inverse";
-  const int64_t rank = L.dim();
-  STD_TORCH_CHECK(rank >= 2 && L.sizes()[rank - 1] == L.sizes()[rank - 2], op, ": L has shape ",
-                  shape_of(L), "; expected [..., C, C]");
-  const int64_t size = L.sizes()[rank - 1];
-  STD_TORCH_CHECK(size >= 1 && size <= kMaxInverseSize, op, ": L has size ", size,
-                  "; supported: 1 to ", kMaxInverseSize);
-  check_cpu_float(op, "L", L);
-
+  const int64_t size = check_inverse(op, check_on_cpu, L);
   const Tensor lower = torch::stable::contiguous(L);
   const Tensor inverse = allocate(L, L.sizes(), L.scalar_type());
   TriangularInverseParams p;
