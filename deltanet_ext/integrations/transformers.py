@@ -14,7 +14,7 @@ hook, in each one that is imported later. It imports nothing of transformers its
 were built before the call are switched as well: they look the function up at every call.
 
 A call that the operators cannot serve goes to the function that was there before, and the log says
-why, once per reason: gradients are needed, a tensor is not on the CPU, an unsupported dtype or
+why, once per reason: a tensor is not on the CPU, an unsupported dtype or
 head dim.
 
 Models also pass arguments that are none of the rule's business (`use_cache`,
@@ -111,15 +111,11 @@ def _reason_to_decline(call: dict[str, Any]) -> str | None:
         tensors.append(initial_state)
 
     # Asked for every layer of every generated token: one plain loop.
-    needs_grad = False
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             return "query, key, value, g and beta are not all tensors"
         if not tensor.is_cpu:
             return f"a tensor is on {tensor.device.type} and only the CPU is built"
-        needs_grad = needs_grad or tensor.requires_grad
-    if needs_grad and torch.is_grad_enabled():
-        return "gradients are needed and only the forward pass is built"
 
     dtype = query.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
