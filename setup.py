@@ -33,6 +33,7 @@ os.chdir(ROOT)  # sources and build folders are relative to this file, whoever r
 
 CPU_SOURCES = [
     "csrc/cpu/registry.cpp",
+    "csrc/cpu/backward.cpp",
     "csrc/cpu/forward.cpp",
     "csrc/cpu/isa_scalar.cpp",
     "csrc/cpu/isa_avx2.cpp",

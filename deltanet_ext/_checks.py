@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from deltanet_ext import _load
-from deltanet_ext._autograd import NOT_BUILT
 
 MAX_HEAD_DIM = 256
 MAX_INVERSE_SIZE = 128
@@ -96,12 +95,6 @@ def check_rule(
         _explain_scale(call, scale)
         _explain_gate(call, query, value, g, use_gate_in_kernel, A_log, dt_bias)
         _explain_beta(call, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    if torch.is_grad_enabled():
-        _refuse_grad(
-            call,
-            query=query, key=key, value=value, g=g, beta=beta,
-            initial_state=initial_state, A_log=A_log, dt_bias=dt_bias,
-        )  # fmt: skip
 
 
 def check_transition(
@@ -121,8 +114,6 @@ def check_transition(
     ):
         _explain_tokens(call, None, key, value, g, beta, cu_seqlens)
         _explain_flags(call, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
-    if torch.is_grad_enabled():
-        _refuse_grad(call, key=key, value=value, g=g, beta=beta)
 
 
 def check_inverse(call: str, L: Tensor) -> None:
@@ -137,8 +128,6 @@ def check_inverse(call: str, L: Tensor) -> None:
         )
     _need_device(call, "L", L, L.device)
     _need_cuda_dtype(call, "L", L)
-    if torch.is_grad_enabled():
-        _refuse_grad(call, L=L)
 
 
 # ---- the cheap pass: True when everything is as the common case has it -----------------
@@ -408,17 +397,24 @@ def _explain_beta(
         )
 
 
+def refuse_cuda_grad(*args: Any) -> None:
+    """Gradients on CUDA: the operators there have no backward yet."""
+    for x in args:
+        if isinstance(x, Tensor) and x.device.type == "cuda" and x.requires_grad:
+            raise NotImplementedError(
+                "deltanet_ext: gradients are built for cpu only, and a tensor on "
+                f"{x.device} requires grad; run it under torch.no_grad()"
+            )
+
+
 def refuse_tangents(*args: Any) -> None:
     """Forward-mode gradients: a custom operator would silently drop them."""
     for x in args:
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError(f"deltanet_ext: forward-mode {NOT_BUILT}")
-
-
-def _refuse_grad(call: str, **tensors: Tensor | None) -> None:
-    for name, x in tensors.items():
-        if x is not None and x.requires_grad:
-            raise NotImplementedError(f"{call}: {name} requires grad; {NOT_BUILT}")
+            raise NotImplementedError(
+                "deltanet_ext: forward-mode gradients are not built yet; "
+                "use torch.autograd (reverse mode)"
+            )
 
 
 # ---- one argument, one rule ------------------------------------------------------------

@@ -6,8 +6,12 @@ Every size may be symbolic, so nothing here compares one. All outputs are contig
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from deltanet_ext._autograd import SEGMENT_TOKENS
 
 
 def state_dtype(query: Tensor) -> torch.dtype:
@@ -43,6 +47,46 @@ def rule_forward(
     return out, query.new_empty((sequences, heads, *matrix), dtype=state_dtype(query))
 
 
+def rule_forward_saving(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Both results of rule_forward, and a state per segment."""
+    query, value = args[0], args[2]
+    batch, tokens, heads, dim_v = value.shape
+    sizes = (batch, tokens // SEGMENT_TOKENS, heads, query.shape[-1], dim_v)
+    return *rule_forward(*args), query.new_empty(sizes, dtype=state_dtype(query))
+
+
+def rule_backward(
+    grad_out: Tensor | None,
+    grad_final_state: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    saved_states: Tensor | None,
+    scale: float,
+    use_qk_l2norm: bool,
+    use_gate: bool,
+    use_beta_sigmoid: bool,
+    allow_neg_eigval: bool,
+    state_v_first: bool,
+    wanted: int,
+) -> tuple[Tensor, ...]:
+    def gradient(i: int, x: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or (query if x is None else x).dtype
+        shape = (0,) if x is None or not wanted >> i & 1 else x.shape
+        return query.new_empty(shape, dtype=dtype)
+
+    arithmetic = state_dtype(query)
+    plain = [gradient(i, x) for i, x in enumerate((query, key, value, g, beta))]
+    wide = enumerate((initial_state, A_log, dt_bias), len(plain))
+    return *plain, *(gradient(i, x, arithmetic) for i, x in wide)
+
+
 def chunk_transition(
     key: Tensor,
     value: Tensor,
@@ -64,8 +108,11 @@ def unit_lower_triangular_inverse(L: Tensor) -> Tensor:
 
 
 def register() -> None:
-    torch.library.register_fake("deltanet_ext::chunk_gated_delta_rule_forward", rule_forward)
-    torch.library.register_fake("deltanet_ext::recurrent_gated_delta_rule_forward", rule_forward)
+    for form in ("chunk", "recurrent"):
+        name = f"deltanet_ext::{form}_gated_delta_rule_forward"
+        torch.library.register_fake(name, rule_forward)
+        torch.library.register_fake(f"{name}_saving", rule_forward_saving)
+    torch.library.register_fake("deltanet_ext::chunk_gated_delta_rule_backward", rule_backward)
     torch.library.register_fake("deltanet_ext::chunk_transition", chunk_transition)
     torch.library.register_fake(
         "deltanet_ext::unit_lower_triangular_inverse", unit_lower_triangular_inverse

@@ -13,7 +13,9 @@ Common to all (equation numbers are those of docs/algorithm.md):
   float64 on the CPU only. `cu_seqlens` on a GPU is never waited for: what is wrong with it there is
   no error, and its tokens and states are arbitrary.
 * Outputs are new contiguous tensors; no argument is ever written.
-* Gradients are not built yet: a tensor that requires grad raises NotImplementedError.
+* Gradients: of every tensor argument but `cu_seqlens`, by torch.autograd. For the backward pass a
+  call keeps its inputs and one state per 1056 tokens. Second derivatives and forward mode raise
+  NotImplementedError.
 """
 
 from __future__ import annotations
@@ -53,23 +55,37 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 _chunk_forward = _operator("chunk_gated_delta_rule_forward")
+_chunk_forward_saving = _operator("chunk_gated_delta_rule_forward_saving")
 _recurrent_forward = _operator("recurrent_gated_delta_rule_forward")
+_recurrent_forward_saving = _operator("recurrent_gated_delta_rule_forward_saving")
 _chunk_transition = _operator("chunk_transition")
 _inverse = _operator("unit_lower_triangular_inverse")
 
 
-def _run(operator: Callable[..., Any], *args: Any) -> Any:
-    """Calls an operator on checked arguments, none of which requires grad.
+def _run(operator: Callable[..., Any], *args: Any, saving: Callable[..., Any] | None = None) -> Any:
+    """Calls an operator on checked arguments; where a gradient will be needed, the one that also
+    saves states for it.
 
-    Outside of a trace that makes the Python autograd layer of torch.library pure overhead (several
-    microseconds of a decode step's few dozen), so eager calls go below it.
+    Outside of a trace the Python autograd layer of torch.library is several microseconds of a
+    decode step's few dozen, so eager calls that need no gradient go below it.
     """
-    if torch.compiler.is_compiling():
-        return operator(*args)
-    if forward_ad._current_level >= 0:
+    compiling = torch.compiler.is_compiling()
+    if not compiling and forward_ad._current_level >= 0:
         _checks.refuse_tangents(*args)
+    if torch.is_grad_enabled() and _any_requires_grad(args):
+        _checks.refuse_cuda_grad(*args)
+        return (saving or operator)(*args)
+    if compiling:
+        return operator(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*args)
+
+
+def _any_requires_grad(args: tuple[Any, ...]) -> bool:
+    for x in args:  # a plain loop: once per layer and token
+        if isinstance(x, Tensor) and x.requires_grad:
+            return True
+    return False
 
 
 def chunk_gated_delta_rule(
@@ -128,7 +144,7 @@ def chunk_gated_delta_rule(
 
     Raises:
         TypeError, ValueError: an argument has a wrong type, dtype, shape, device or value.
-        NotImplementedError: a tensor requires grad while grad mode is on.
+        NotImplementedError: a second derivative, or one in forward mode.
         ImportError: the compiled library is missing.
 
     >>> q = k = torch.ones(1, 2, 1, 1)  # one sequence, two tokens, one head, K = V = 1
@@ -147,12 +163,13 @@ def chunk_gated_delta_rule(
         output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
     )  # fmt: skip
-    out, state = _run(
+    out, state, *_ = _run(
         _chunk_forward,
         query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias,
         query.shape[-1] ** -0.5 if scale is None else scale,
         output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
+        saving=_chunk_forward_saving,
     )  # fmt: skip
     return out, state if output_final_state else None
 
@@ -195,12 +212,13 @@ def recurrent_gated_delta_rule(
         output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
     )  # fmt: skip
-    out, state = _run(
+    out, state, *_ = _run(
         _recurrent_forward,
         query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias,
         query.shape[-1] ** -0.5 if scale is None else scale,
         output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
+        saving=_recurrent_forward_saving,
     )  # fmt: skip
     return out, state if output_final_state else None
 

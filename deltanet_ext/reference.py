@@ -78,6 +78,7 @@ def recurrent(
     )  # fmt: skip
     out = torch.zeros_like(v)
     states = _initial_states(initial_state, cu_seqlens, k, v, state_v_first)
+    ends = []  # a list, because what autograd has seen must not be written
     for rows, tokens, n in _sequences(cu_seqlens, *v.shape[:2]):
         S = states[n]
         for t in range(tokens.start, tokens.stop):
@@ -86,8 +87,8 @@ def recurrent(
             S = a_t * S
             S = torch.addcmul(S, k_t, b_t * (v_t - k_t.mT @ S))  # S + k (b (v - S^T k))^T
             out[rows, t] = scale * (S.mT @ q_t)[..., 0]
-        states[n] = S
-    return out, _final_states(states, output_final_state, state_v_first)
+        ends.append(S)
+    return out, _final_states(torch.cat(ends) if ends else states, output_final_state, state_v_first)
 
 
 def chunked(
@@ -119,6 +120,7 @@ def chunked(
     )  # fmt: skip
     out = torch.zeros_like(v)
     states = _initial_states(initial_state, cu_seqlens, k, v, state_v_first)
+    ends = []  # a list, because what autograd has seen must not be written
     for rows, tokens, n in _sequences(cu_seqlens, *v.shape[:2]):
         S = states[n]
         for start in range(tokens.start, tokens.stop, chunk_size):
@@ -128,8 +130,8 @@ def chunked(
             )
             O, S = _one_chunk(q_c, k_c, v_c, g_c, b_c, S)
             out[rows, start:stop] = scale * O.transpose(1, 2)
-        states[n] = S
-    return out, _final_states(states, output_final_state, state_v_first)
+        ends.append(S)
+    return out, _final_states(torch.cat(ends) if ends else states, output_final_state, state_v_first)
 
 
 def transition(

@@ -219,12 +219,3 @@ def test_what_a_trace_cannot_see_is_checked_below(function: Callable[..., Any]) 
         args["cu_seqlens"] = torch.tensor(cu)
         with pytest.raises(RuntimeError, match=text):
             call(**args)
-
-
-def test_grad_in_a_trace_is_refused_too() -> None:
-    args = inputs(40)
-    args["value"].requires_grad_()
-    with pytest.raises(Exception, match=r"gradients are not built yet|Observed exception"):
-        compiled(deltanet_ext.chunk_gated_delta_rule)(**args)
-    with torch.no_grad():
-        compiled(deltanet_ext.chunk_gated_delta_rule)(**args)

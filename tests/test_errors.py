@@ -628,6 +628,16 @@ def test_float64_stays_on_the_cpu(function: Callable[..., Any], cuda_kernels: No
         deltanet_ext.unit_lower_triangular_inverse(L)
 
 
+@pytest.mark.parametrize("function", [CHUNK, RECURRENT])
+def test_gradients_on_cuda_are_not_built(
+    function: Callable[..., Any], cuda_kernels: None
+) -> None:
+    args = on_cuda(good())
+    args["value"].requires_grad_()
+    text = "deltanet_ext: gradients are built for cpu only, and a tensor on cuda:0 requires grad"
+    assert_raises(function, args, NotImplementedError, text)
+
+
 def test_a_device_that_nobody_has_kernels_for(cuda_kernels: None) -> None:
     class OnXpu(OnCuda):
         device = property(lambda self: torch.device("xpu", 1))  # type: ignore[assignment]
@@ -636,29 +646,6 @@ def test_a_device_that_nobody_has_kernels_for(cuda_kernels: None) -> None:
     args["query"] = args["query"].as_subclass(OnXpu)
     text = "query is on xpu:1; supported: cpu, cuda (there are no kernels for other devices)"
     assert_raises(CHUNK, args, ValueError, f"chunk_gated_delta_rule: {text}")
-
-
-@pytest.mark.parametrize("function", [CHUNK, RECURRENT])
-@pytest.mark.parametrize("name", ["query", "key", "value", "g", "beta", "initial_state"])
-def test_gradients_are_not_built(name: str, function: Callable[..., Any]) -> None:
-    args = good()
-    args[name] = args[name].clone().requires_grad_()
-    text = f"{function.__name__}: {name} requires grad; gradients are not built yet"
-    assert_raises(function, args, NotImplementedError, text)
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            out, state = function(**args)
-        assert not out.requires_grad
-        assert not state.requires_grad
-
-
-@pytest.mark.parametrize("name", ["A_log", "dt_bias"])
-def test_gradients_of_gate_parameters_are_not_built(name: str) -> None:
-    gate = {"use_gate_in_kernel": True, "A_log": zeros(4), "dt_bias": zeros(4)}
-    gate[name] = torch.nn.Parameter(zeros(4))
-    assert_raises(CHUNK, good(**gate), NotImplementedError, f"{name} requires grad")
-    with torch.no_grad():
-        CHUNK(**good(**gate))
 
 
 # ---- chunk_transition and the inverse --------------------------------------------------
@@ -706,13 +693,6 @@ def test_forward_mode_gradients_are_refused_and_not_dropped(function: Callable[.
             function(**args)
 
 
-def test_transition_gradients_are_not_built() -> None:
-    args = rule_only(good())
-    args["key"].requires_grad_()
-    text = "chunk_transition: key requires grad; gradients are not built yet"
-    assert_raises(deltanet_ext.chunk_transition, args, NotImplementedError, text)
-
-
 @pytest.mark.parametrize(
     ("L", "error", "text"),
     [
@@ -729,11 +709,6 @@ def test_transition_gradients_are_not_built() -> None:
             "L is int64; supported: float32, bfloat16, float16, float64",
         ),
         (zeros(4, 4).to_sparse(), TypeError, "L has layout sparse_coo; supported: strided"),
-        (
-            zeros(4, 4).requires_grad_(),
-            NotImplementedError,
-            "L requires grad; gradients are not built yet",
-        ),
     ],
 )
 def test_inverse(L: Any, error: type[Exception], text: str) -> None:

@@ -76,41 +76,20 @@ def test_views() -> None:
     torch.library.opcheck(OPS.unit_lower_triangular_inverse.default, (L,))
 
 
-NO_BACKWARD = ("test_schema", "test_autograd_registration", "test_faketensor")
-
-
 @pytest.mark.parametrize("operator", ["chunk", "recurrent"])
 def test_inputs_that_require_grad(operator: str) -> None:
-    """Registered with autograd; the backward itself is not built, so AOT cannot trace it."""
+    """Then the ahead-of-time check traces the backward too."""
     forward = getattr(OPS, f"{operator}_gated_delta_rule_forward").default
     args = CASES[0].inputs()
     for x in args.values():
         if isinstance(x, torch.Tensor):
             x.requires_grad_()
-    torch.library.opcheck(forward, positional(args), test_utils=NO_BACKWARD)
+    torch.library.opcheck(forward, positional(args))
 
 
 def test_other_inputs_that_require_grad() -> None:
     k = torch.randn(1, 9, 1, 4, requires_grad=True)
     v = torch.randn(1, 9, 2, 5, requires_grad=True)
-    torch.library.opcheck(
-        OPS.chunk_transition.default, (k, v, None, None, None, True), test_utils=NO_BACKWARD
-    )
-    torch.library.opcheck(
-        OPS.unit_lower_triangular_inverse.default,
-        (torch.randn(4, 4, requires_grad=True),),
-        test_utils=NO_BACKWARD,
-    )
-
-
-def test_backward_says_that_it_is_not_built() -> None:
-    """Also for those who call the operator itself."""
-    args = CASES[0].inputs()
-    args["value"].requires_grad_()
-    out, _ = OPS.chunk_gated_delta_rule_forward(*positional(args))
-    assert out.requires_grad
-    with pytest.raises(NotImplementedError, match="gradients are not built yet"):
-        out.sum().backward()
+    torch.library.opcheck(OPS.chunk_transition.default, (k, v, None, None, None, True))
     L = torch.randn(4, 4, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="gradients are not built yet"):
-        OPS.unit_lower_triangular_inverse(L).sum().backward()
+    torch.library.opcheck(OPS.unit_lower_triangular_inverse.default, (L,))

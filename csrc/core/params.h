@@ -34,6 +34,10 @@ struct MutableView {
 
 constexpr int kMaxHeadDim = 256;
 
+// For the backward pass the forward pass saves the state after every kSegmentTokens tokens of a
+// sequence. A multiple of every kernel's chunk, so that each of them can start there.
+constexpr int64_t kSegmentTokens = 1056;
+
 // One call of the gated delta rule, forward. Sizes: B batch, T tokens, HK key heads, HV value heads
 // (a multiple of HK; value head h reads key head h / (HV/HK)), K and V head dims, N sequences.
 struct GatedDeltaRuleParams {
@@ -60,6 +64,8 @@ struct GatedDeltaRuleParams {
 
   MutableView<4> output;       // [B, T, HV, V]  absent exactly when query is
   MutableView<4> final_state;  // [N, HV, K, V]  fp32 (fp64 for fp64 inputs), any strides
+  // [B * (T / kSegmentTokens), HV, K, V], see saved_state; dtype as final_state
+  MutableView<4> saved_states;
 
   double scale = 1.0;
   bool l2norm = false;          // q and k are normalized: x * rsqrt(sum(x^2) + 1e-6)
@@ -71,6 +77,27 @@ struct GatedDeltaRuleParams {
   int64_t sequence_begin(int64_t n) const { return cu_seqlens ? cu_seqlens[n] : 0; }
   int64_t sequence_end(int64_t n) const { return cu_seqlens ? cu_seqlens[n + 1] : tokens; }
   int64_t sequence_batch(int64_t n) const { return cu_seqlens ? 0 : n; }
+
+  // Where the state before a token is saved that starts the second or a later segment of its
+  // sequence. No two such tokens of a batch row lie in the same kSegmentTokens tokens, also when
+  // sequences are packed; the places of those that have none stay unused.
+  int64_t saved_state(int64_t batch_row, int64_t token) const {
+    return batch_row * (tokens / kSegmentTokens) + token / kSegmentTokens - 1;
+  }
+};
+
+// The gradients of one call. The inputs are those of the forward call; output, final_state and
+// their kin of the base are not used. Every gradient that is wanted is written in full.
+struct GatedDeltaRuleBackwardParams : GatedDeltaRuleParams {
+  View<4> grad_output;       // [B, T, HV, V]   dtype of the inputs; absent: zero
+  View<4> grad_final_state;  // [N, HV, K, V]   absent: zero
+  View<4> states;            // what the forward call saved; absent where no sequence needs one
+
+  MutableView<4> d_query, d_key;   // [B, T, HK, K]  dtype of the inputs
+  MutableView<4> d_value;          // [B, T, HV, V]  dtype of the inputs
+  MutableView<3> d_g, d_beta;      // [B, T, HV]     any dtype; only where g, beta are given
+  MutableView<4> d_initial_state;  // [N, HV, K, V]  fp32 (fp64 for fp64 inputs), any strides
+  double* d_gate_sums = nullptr;   // [N, HV, 2]     of A_log, dt_bias per sequence; zeroed before
 };
 
 // A batch of (I + L)^-1, equation (4): only what lies strictly below the diagonal of L is read.

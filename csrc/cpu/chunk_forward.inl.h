@@ -31,6 +31,7 @@ struct ChunkForward {
   static constexpr int kRow = kMaxHeadDim + 16;
   static constexpr int kWidest = X::kTileWidths[0];
   static_assert(C % 4 == 0 && C % X::kDotRows == 0 && C % W == 0 && kRow % W == 0);
+  static_assert(kSegmentTokens % C == 0);
 
   // Everything of a chunk and value head that depends on neither V nor S.
   struct Gates {
@@ -447,6 +448,14 @@ struct ChunkForward {
     }
   };
 
+  struct SaveState {
+    int64_t at;
+    void operator()(const GatedDeltaRuleParams& p, int64_t, int64_t h, int column, int valid,
+                    int tile_columns, Real* S) const {
+      store_state<X>(S, tile_columns, head_state(p.saved_states, at, h, column), p.dim_k, valid);
+    }
+  };
+
   static void run(const GatedDeltaRuleParams& p, const RuleTask& task, void* scratch) {
     const int heads = int(task.value_head_end - task.value_head_begin);
     const int columns = task.column_end - task.column_begin;
@@ -463,6 +472,8 @@ struct ChunkForward {
     for (int64_t t = begin; t < end; t += C) {
       const int count = int(end - t < C ? end - t : C);
       const int padded_k = round_up(p.dim_k, W);
+      if (p.saved_states && t > begin && (t - begin) % kSegmentTokens == 0)
+        for_each_state(p, task, s.S, SaveState{p.saved_state(batch, t)});
       pack_rows<X>(head_rows(p.key, batch, t, task.key_head), count, p.dim_k, s.K, kRow, C,
                    padded_k);
       if (p.query)

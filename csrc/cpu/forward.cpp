@@ -2,13 +2,11 @@
 #include "cpu/forward.h"
 
 #include <algorithm>
-#include <atomic>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <new>
+#include <vector>
 
 #include "cpu/registry.h"
+#include "cpu/tasks.h"
 
 namespace deltanet::cpu {
 namespace {
@@ -23,47 +21,6 @@ constexpr int64_t kMaxStateBytes = 256 * 1024;
 // Up to this many tokens the token-by-token kernel is faster: a chunk costs the same however full
 // it is.
 constexpr int64_t kShortRun = 4;
-
-// A worker is worth waking for about as many multiply-adds as torch's own operators give each of
-// theirs; waking one costs microseconds, and on a busy machine a time slice.
-constexpr int64_t kWorkPerWorker = 32768;
-
-struct Free {
-  void operator()(void* p) const { std::free(p); }
-};
-
-// Runs task 0 .. count - 1, together about `work` multiply-adds, each worker with scratch of its
-// own. A worker takes the next task when it is free, so tasks may differ in size; which worker runs
-// which task changes no result.
-template <class Task>
-void run_tasks(int64_t count, int64_t work, size_t scratch_bytes, const Parallel& parallel,
-               const Task& task) {
-  if (count == 0) return;
-  const int64_t worth_waking = std::min(count, std::max<int64_t>(1, work / kWorkPerWorker));
-  const int workers = int(std::min<int64_t>(worth_waking, std::max(1, parallel.max_workers())));
-  const size_t bytes =
-      (scratch_bytes + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
-  std::unique_ptr<char, Free> scratch(static_cast<char*>(
-      std::aligned_alloc(kScratchAlignment, std::max(bytes, kScratchAlignment) * workers)));
-  if (!scratch) throw std::bad_alloc();
-
-  struct Shared {
-    const Task& task;
-    const int64_t count;
-    const size_t bytes;
-    char* const scratch;
-    std::atomic<int64_t> next{0};
-    std::atomic<int> worker{0};
-  } shared{task, count, bytes, scratch.get()};
-  parallel.run(
-      workers,
-      [](void* context) {
-        Shared& shared = *static_cast<Shared*>(context);
-        char* mine = shared.scratch + shared.bytes * shared.worker.fetch_add(1);
-        for (int64_t i; (i = shared.next.fetch_add(1)) < shared.count;) shared.task(i, mine);
-      },
-      &shared);
-}
 
 // How the heads and columns of every sequence are cut into tasks. Depends on sizes alone.
 class RulePlan {
@@ -117,6 +74,20 @@ void clear_tail(const GatedDeltaRuleParams& p) {
             0, size_of(p.output.dtype));
 }
 
+// Places of saved states that no sequence has a state for hold zeros, not leftovers.
+void clear_unused_states(const GatedDeltaRuleParams& p) {
+  if (!p.saved_states) return;
+  const int64_t places = p.batch * (p.tokens / kSegmentTokens);
+  std::vector<bool> used(static_cast<size_t>(places));
+  for (int64_t n = 0; n < p.sequences; ++n)
+    for (int64_t t = p.sequence_begin(n) + kSegmentTokens; t < p.sequence_end(n);
+         t += kSegmentTokens)
+      used[size_t(p.saved_state(p.sequence_batch(n), t))] = true;
+  const size_t bytes = size_t(p.saved_states.stride[0] * size_of(p.saved_states.dtype));
+  for (int64_t i = 0; i < places; ++i)
+    if (!used[size_t(i)]) std::memset(p.saved_states.at(i * p.saved_states.stride[0]), 0, bytes);
+}
+
 // Up to a small factor, and no more than that is asked of it.
 int64_t multiply_adds(const GatedDeltaRuleParams& p) {
   return p.batch * p.tokens * p.value_heads * p.dim_k * p.dim_v;
@@ -144,6 +115,7 @@ void chunk_forward(const GatedDeltaRuleParams& p, const Parallel& parallel) {
       kernels.chunk_forward(p, task, mine);
   });
   clear_tail(p);
+  clear_unused_states(p);
 }
 
 void recurrent_forward(const GatedDeltaRuleParams& p, const Parallel& parallel) {
@@ -153,6 +125,7 @@ void recurrent_forward(const GatedDeltaRuleParams& p, const Parallel& parallel) 
             kernels.recurrent_scratch_bytes(p, plan.columns_per_task()), parallel,
             [&](int64_t i, void* mine) { kernels.recurrent_forward(p, plan.task(i), mine); });
   clear_tail(p);
+  clear_unused_states(p);
 }
 
 void triangular_inverse(const TriangularInverseParams& p, const Parallel& parallel) {

@@ -14,6 +14,9 @@ void chunk_forward(const GatedDeltaRuleParams&, const Parallel&);
 // Equation (1), token by token. Needs a query.
 void recurrent_forward(const GatedDeltaRuleParams&, const Parallel&);
 
+// The gradients of both, equations (9) to (28).
+void backward(const GatedDeltaRuleBackwardParams&, const Parallel&);
+
 // Equation (4).
 void triangular_inverse(const TriangularInverseParams&, const Parallel&);
 

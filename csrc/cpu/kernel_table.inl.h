@@ -15,6 +15,8 @@ constexpr Kernels make_kernels() {
       &ChunkForward<X>::run,
       &RecurrentForward<X>::scratch_bytes,
       &RecurrentForward<X>::run,
+      &ChunkBackward<X>::scratch_bytes,
+      &ChunkBackward<X>::run,
       &TriangularInverse<X>::scratch_bytes,
       &TriangularInverse<X>::run,
   };

@@ -2,7 +2,7 @@
 //
 // What an ISA file offers to the rest of the CPU backend: a table of kernels per arithmetic type.
 // A kernel computes one task in the scratch memory that it is given; who runs which task, and on
-// which thread, is decided in forward.cpp.
+// which thread, is decided in forward.cpp and backward.cpp.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -33,6 +33,11 @@ struct Kernels {
   // The rule token by token, equation (1).
   size_t (*recurrent_scratch_bytes)(const GatedDeltaRuleParams&, int columns);
   void (*recurrent_forward)(const GatedDeltaRuleParams&, const RuleTask&, void* scratch);
+
+  // Gradients of both, equations (9) to (28). A task has all value heads of a key head, and all
+  // columns.
+  size_t (*backward_scratch_bytes)(const GatedDeltaRuleBackwardParams&);
+  void (*backward)(const GatedDeltaRuleBackwardParams&, const RuleTask&, void* scratch);
 
   // One matrix of the batch, equation (4).
   size_t (*inverse_scratch_bytes)(int size);

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The gated delta rule and its transition on the CPU: checks, allocation, call.
+// The gated delta rule, its gradients and its transition on the CPU: checks, allocation, call.
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <tuple>
+#include <type_traits>
+#include <vector>
 
 #include "cpu/forward.h"
 #include "ops/allocate.h"
@@ -30,16 +33,33 @@ void set_sequences(GatedDeltaRuleParams& p, const OptionalTensor& cu_seqlens,
   p.cu_seqlens = starts.data();
 }
 
+// [B, S, HV, K, V] as [B * S, HV, K, V]: the saved states are contiguous.
+template <class AnyView5>
+auto states_of(const AnyView5& x) {
+  std::conditional_t<std::is_same_v<AnyView5, View<5>>, View<4>, MutableView<4>> states;
+  states.data = x.data;
+  states.dtype = x.dtype;
+  for (int i = 0; i < 4; ++i) states.stride[i] = x.stride[i + 1];
+  return states;
+}
+
 Tensor new_state(const Tensor& like, int64_t sequences, int64_t heads, int64_t rows,
                  int64_t columns) {
   const int64_t sizes[] = {sequences, heads, rows, columns};
   return allocate(like, {sizes, 4}, state_dtype(like));
 }
 
+Tensor nothing_of(const Tensor& like, ScalarType dtype) {
+  const int64_t none[] = {0};
+  return allocate(like, {none, 1}, dtype);
+}
+
 using Forward = void(const GatedDeltaRuleParams&, const Parallel&);
 
+// With `saved_states`, also what the backward pass starts from.
 std::tuple<Tensor, Tensor> gated_delta_rule(const char* op, Forward& forward,
-                                            const RuleArguments& x) {
+                                            const RuleArguments& x,
+                                            Tensor* saved_states = nullptr) {
   const std::vector<int64_t> starts = host_cu_seqlens(op, x.cu_seqlens, x.key);
   GatedDeltaRuleParams p = check_keys_and_values(op, check_on_cpu, x.key, x.value, x.g, x.beta);
   set_sequences(p, x.cu_seqlens, starts);
@@ -47,14 +67,25 @@ std::tuple<Tensor, Tensor> gated_delta_rule(const char* op, Forward& forward,
 
   const int64_t out_sizes[] = {p.batch, p.tokens, p.value_heads, int64_t(p.dim_v)};
   const Tensor out = allocate(x.query, {out_sizes, 4}, x.query.scalar_type());
-  const int64_t none[] = {0};
   const Tensor final_state =
       x.output_final_state
           ? new_state(x.key, p.sequences, p.value_heads, x.state_rows(), x.state_columns())
-          : allocate(x.key, {none, 1}, state_dtype(x.key));
+          : nothing_of(x.key, state_dtype(x.key));
   set_results(out, final_state, x, p);
+  if (saved_states) {
+    const int64_t sizes[] = {p.batch, p.tokens / kSegmentTokens, p.value_heads, p.dim_k, p.dim_v};
+    *saved_states = allocate(x.key, {sizes, 5}, state_dtype(x.key));
+    p.saved_states = states_of(mutable_view<5>(*saved_states));
+  }
   forward(p, TorchParallel());
   return {out, final_state};
+}
+
+std::tuple<Tensor, Tensor, Tensor> gated_delta_rule_saving(const char* op, Forward& forward,
+                                                           const RuleArguments& x) {
+  Tensor saved_states;
+  const auto [out, final_state] = gated_delta_rule(op, forward, x, &saved_states);
+  return {out, final_state, saved_states};
 }
 
 std::tuple<Tensor, Tensor> chunk_gated_delta_rule_forward(
@@ -68,6 +99,18 @@ std::tuple<Tensor, Tensor> chunk_gated_delta_rule_forward(
                            allow_neg_eigval, state_v_first});
 }
 
+std::tuple<Tensor, Tensor, Tensor> chunk_gated_delta_rule_forward_saving(
+    Tensor query, Tensor key, Tensor value, OptionalTensor g, OptionalTensor beta,
+    OptionalTensor initial_state, OptionalTensor cu_seqlens, OptionalTensor A_log,
+    OptionalTensor dt_bias, double scale, bool output_final_state, bool use_qk_l2norm,
+    bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, bool state_v_first) {
+  return gated_delta_rule_saving(
+      "chunk_gated_delta_rule", cpu::chunk_forward,
+      {query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale,
+       output_final_state, use_qk_l2norm, use_gate, use_beta_sigmoid, allow_neg_eigval,
+       state_v_first});
+}
+
 std::tuple<Tensor, Tensor> recurrent_gated_delta_rule_forward(
     Tensor query, Tensor key, Tensor value, OptionalTensor g, OptionalTensor beta,
     OptionalTensor initial_state, OptionalTensor cu_seqlens, OptionalTensor A_log,
@@ -77,6 +120,122 @@ std::tuple<Tensor, Tensor> recurrent_gated_delta_rule_forward(
                           {query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias,
                            scale, output_final_state, use_qk_l2norm, use_gate, use_beta_sigmoid,
                            allow_neg_eigval, state_v_first});
+}
+
+std::tuple<Tensor, Tensor, Tensor> recurrent_gated_delta_rule_forward_saving(
+    Tensor query, Tensor key, Tensor value, OptionalTensor g, OptionalTensor beta,
+    OptionalTensor initial_state, OptionalTensor cu_seqlens, OptionalTensor A_log,
+    OptionalTensor dt_bias, double scale, bool output_final_state, bool use_qk_l2norm,
+    bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, bool state_v_first) {
+  return gated_delta_rule_saving(
+      "recurrent_gated_delta_rule", cpu::recurrent_forward,
+      {query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale,
+       output_final_state, use_qk_l2norm, use_gate, use_beta_sigmoid, allow_neg_eigval,
+       state_v_first});
+}
+
+// Which gradients are wanted: bit i of an operator's `wanted`, and the i-th of its results.
+enum Gradient { kQuery, kKey, kValue, kG, kBeta, kInitialState, kALog, kDtBias };
+
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Gradients chunk_gated_delta_rule_backward(
+    OptionalTensor grad_out, OptionalTensor grad_final_state, Tensor query, Tensor key,
+    Tensor value, OptionalTensor g, OptionalTensor beta, OptionalTensor initial_state,
+    OptionalTensor cu_seqlens, OptionalTensor A_log, OptionalTensor dt_bias,
+    OptionalTensor saved_states, double scale, bool use_qk_l2norm, bool use_gate,
+    bool use_beta_sigmoid, bool allow_neg_eigval, bool state_v_first, int64_t wanted) {
+  const char* op = "chunk_gated_delta_rule_backward";
+  const RuleArguments x{query,   key,  value,         g,        beta,
+                        initial_state, cu_seqlens,    A_log,    dt_bias,
+                        scale,   true, use_qk_l2norm, use_gate, use_beta_sigmoid,
+                        allow_neg_eigval, state_v_first};
+  const std::vector<int64_t> starts = host_cu_seqlens(op, cu_seqlens, key);
+  GatedDeltaRuleBackwardParams p;
+  static_cast<GatedDeltaRuleParams&>(p) =
+      check_keys_and_values(op, check_on_cpu, key, value, g, beta);
+  set_sequences(p, cu_seqlens, starts);
+  check_rule(op, check_on_cpu, x, p);
+
+  if (grad_out) {
+    check_shape(op, "grad_out", *grad_out, {p.batch, p.tokens, p.value_heads, p.dim_v},
+                "[B, T, HV, V]");
+    check_float(op, "grad_out", *grad_out, check_on_cpu);
+    STD_TORCH_CHECK(grad_out->scalar_type() == query.scalar_type(), op, ": grad_out is ",
+                    name_of(grad_out->scalar_type()), " and query is ",
+                    name_of(query.scalar_type()), "; they must have one dtype");
+    p.grad_output = view<4>(*grad_out);
+  }
+  if (grad_final_state) {
+    check_shape(op, "grad_final_state", *grad_final_state,
+                {p.sequences, p.value_heads, x.state_rows(), x.state_columns()},
+                state_v_first ? "[N, HV, V, K]" : "[N, HV, K, V]");
+    check_float(op, "grad_final_state", *grad_final_state, check_on_cpu);
+    p.grad_final_state = view<4>(*grad_final_state);
+    if (state_v_first) p.grad_final_state = v_first(p.grad_final_state);
+  }
+  bool needs_states = false;
+  for (int64_t n = 0; n < p.sequences; ++n)
+    needs_states = needs_states || p.sequence_end(n) - p.sequence_begin(n) > kSegmentTokens;
+  STD_TORCH_CHECK(saved_states || !needs_states, op, ": saved_states is missing; sequences of ",
+                  "more than ", kSegmentTokens, " tokens need it");
+  std::optional<Tensor> states;  // holds the memory that p.states views
+  if (saved_states) {
+    check_shape(op, "saved_states", *saved_states,
+                {p.batch, p.tokens / kSegmentTokens, p.value_heads, p.dim_k, p.dim_v},
+                "[B, T / 1056, HV, K, V]");
+    check_float(op, "saved_states", *saved_states, check_on_cpu);
+    states = torch::stable::contiguous(*saved_states);
+    p.states = states_of(view<5>(*states));
+  }
+
+  const ScalarType arithmetic = state_dtype(key);
+  const auto result = [&](Gradient which, bool possible, const std::vector<int64_t>& sizes,
+                          ScalarType dtype) {
+    const bool asked = wanted >> which & 1;
+    STD_TORCH_CHECK(possible || !asked, op, ": wanted asks for the gradient of a missing argument");
+    return asked ? allocate(key, {sizes.data(), sizes.size()}, dtype) : nothing_of(key, dtype);
+  };
+  const std::vector<int64_t> keys{p.batch, p.tokens, p.key_heads, p.dim_k},
+      values{p.batch, p.tokens, p.value_heads, p.dim_v},
+      per_token{p.batch, p.tokens, p.value_heads}, per_head{p.value_heads},
+      per_sequence{p.sequences, p.value_heads, x.state_rows(), x.state_columns()};
+  const ScalarType dtype = key.scalar_type();
+  Gradients d{result(kQuery, true, keys, dtype),
+              result(kKey, true, keys, dtype),
+              result(kValue, true, values, dtype),
+              result(kG, bool(g), per_token, g ? g->scalar_type() : dtype),
+              result(kBeta, bool(beta), per_token, beta ? beta->scalar_type() : dtype),
+              result(kInitialState, bool(initial_state), per_sequence, arithmetic),
+              result(kALog, bool(A_log), per_head, arithmetic),
+              result(kDtBias, bool(dt_bias), per_head, arithmetic)};
+  if (wanted >> kQuery & 1) p.d_query = mutable_view<4>(std::get<kQuery>(d));
+  if (wanted >> kKey & 1) p.d_key = mutable_view<4>(std::get<kKey>(d));
+  if (wanted >> kValue & 1) p.d_value = mutable_view<4>(std::get<kValue>(d));
+  if (wanted >> kG & 1) p.d_g = mutable_view<3>(std::get<kG>(d));
+  if (wanted >> kBeta & 1) p.d_beta = mutable_view<3>(std::get<kBeta>(d));
+  if (wanted >> kInitialState & 1) {
+    p.d_initial_state = mutable_view<4>(std::get<kInitialState>(d));
+    if (state_v_first) p.d_initial_state = v_first(p.d_initial_state);
+  }
+  std::vector<double> sums;
+  if (wanted >> kALog & 1 || wanted >> kDtBias & 1) {
+    sums.resize(size_t(2 * p.sequences * p.value_heads));
+    p.d_gate_sums = sums.data();
+  }
+  cpu::backward(p, TorchParallel());
+
+  for (const auto& [which, index, tensor] :
+       {std::tuple(kALog, 0, &std::get<kALog>(d)), std::tuple(kDtBias, 1, &std::get<kDtBias>(d))}) {
+    if (!(wanted >> which & 1)) continue;
+    for (int64_t h = 0; h < p.value_heads; ++h) {
+      double sum = 0;
+      for (int64_t n = 0; n < p.sequences; ++n)
+        sum += sums[size_t(2 * (n * p.value_heads + h) + index)];
+      store_element(tensor->mutable_data_ptr(), to_dtype(arithmetic), h, sum);
+    }
+  }
+  return d;
 }
 
 // Equation (8) by running the rule twice: from the zero state it gives U, from I and with v = 0 it
@@ -111,5 +270,11 @@ STABLE_TORCH_LIBRARY_IMPL(deltanet_ext, CPU, m) {
          TORCH_BOX(&deltanet::ops::chunk_gated_delta_rule_forward));
   m.impl("recurrent_gated_delta_rule_forward",
          TORCH_BOX(&deltanet::ops::recurrent_gated_delta_rule_forward));
+  m.impl("chunk_gated_delta_rule_forward_saving",
+         TORCH_BOX(&deltanet::ops::chunk_gated_delta_rule_forward_saving));
+  m.impl("recurrent_gated_delta_rule_forward_saving",
+         TORCH_BOX(&deltanet::ops::recurrent_gated_delta_rule_forward_saving));
+  m.impl("chunk_gated_delta_rule_backward",
+         TORCH_BOX(&deltanet::ops::chunk_gated_delta_rule_backward));
   m.impl("chunk_transition", TORCH_BOX(&deltanet::ops::chunk_transition));
 }

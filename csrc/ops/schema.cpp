@@ -20,6 +20,32 @@ STABLE_TORCH_LIBRARY(deltanet_ext, m) {
       "Tensor? beta, Tensor? initial_state, Tensor? cu_seqlens, Tensor? A_log, Tensor? dt_bias, "
       "float scale, bool output_final_state, bool use_qk_l2norm, bool use_gate, "
       "bool use_beta_sigmoid, bool allow_neg_eigval, bool state_v_first) -> (Tensor, Tensor)");
+  // Both again, for a backward pass that is to come: also return the states that it starts from,
+  // [B, T / 1056, HV, K, V] (core/params.h, kSegmentTokens).
+  m.def(
+      "chunk_gated_delta_rule_forward_saving(Tensor query, Tensor key, Tensor value, Tensor? g, "
+      "Tensor? beta, Tensor? initial_state, Tensor? cu_seqlens, Tensor? A_log, Tensor? dt_bias, "
+      "float scale, bool output_final_state, bool use_qk_l2norm, bool use_gate, "
+      "bool use_beta_sigmoid, bool allow_neg_eigval, bool state_v_first) "
+      "-> (Tensor, Tensor, Tensor)");
+  m.def(
+      "recurrent_gated_delta_rule_forward_saving(Tensor query, Tensor key, Tensor value, "
+      "Tensor? g, Tensor? beta, Tensor? initial_state, Tensor? cu_seqlens, Tensor? A_log, "
+      "Tensor? dt_bias, float scale, bool output_final_state, bool use_qk_l2norm, bool use_gate, "
+      "bool use_beta_sigmoid, bool allow_neg_eigval, bool state_v_first) "
+      "-> (Tensor, Tensor, Tensor)");
+  // The gradients of either. grad_out [B, T, HV, V] and grad_final_state (as initial_state) may be
+  // missing: zero. saved_states is needed where a sequence has more than 1056 tokens. Bit i of
+  // `wanted` asks for the i-th result: the gradients of query, key, value, g, beta (shape and dtype
+  // of these), initial_state, A_log, dt_bias (their shape; fp32, or fp64 for fp64 inputs). What is
+  // not asked for is empty ([0]).
+  m.def(
+      "chunk_gated_delta_rule_backward(Tensor? grad_out, Tensor? grad_final_state, Tensor query, "
+      "Tensor key, Tensor value, Tensor? g, Tensor? beta, Tensor? initial_state, "
+      "Tensor? cu_seqlens, Tensor? A_log, Tensor? dt_bias, Tensor? saved_states, float scale, "
+      "bool use_qk_l2norm, bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, "
+      "bool state_v_first, int wanted) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   // Returns M [N, HV, K, K] and U [N, HV, K, V]: a whole sequence acts on the state as S -> M S +
   // U.
   m.def(

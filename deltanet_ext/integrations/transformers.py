@@ -14,8 +14,8 @@ hook, in each one that is imported later. It imports nothing of transformers its
 were built before the call are switched as well: they look the function up at every call.
 
 A call that the operators cannot serve goes to the function that was there before, and the log says
-why, once per reason: gradients are needed, a tensor is on a device without kernels, an unsupported
-dtype or head dim.
+why, once per reason: a tensor is on a device without kernels, gradients are needed there, an
+unsupported dtype or head dim.
 
 Models also pass arguments that are none of the rule's business (`use_cache`,
 `output_router_logits`, ...). The wrapper drops them, as transformers does. `cu_seqlens` is used:
@@ -111,15 +111,15 @@ def _reason_to_decline(call: dict[str, Any]) -> str | None:
         tensors.append(initial_state)
 
     # Asked for every layer of every generated token: one plain loop.
-    needs_grad = False
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             return "query, key, value, g and beta are not all tensors"
-        if not tensor.is_cpu and (why := _no_kernels_for(tensor.device, query)):
+        if tensor.is_cpu:
+            continue
+        if (why := _no_kernels_for(tensor.device, query)) is not None:
             return why
-        needs_grad = needs_grad or tensor.requires_grad
-    if needs_grad and torch.is_grad_enabled():
-        return "gradients are needed and only the forward pass is built"
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return "gradients are needed on cuda, where only the forward pass is built"
 
     dtype = query.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Runs the tasks of a call on the workers at hand.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "core/parallel.h"
+#include "cpu/kernels.h"
+
+namespace deltanet::cpu {
+
+// A worker is worth waking for about as many multiply-adds as torch's own operators give each of
+// theirs; waking one costs microseconds, and on a busy machine a time slice.
+constexpr int64_t kWorkPerWorker = 32768;
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+
+// Runs task 0 .. count - 1, together about `work` multiply-adds, each worker with scratch of its
+// own. A worker takes the next task when it is free, so tasks may differ in size; which worker runs
+// which task changes no result.
+template <class Task>
+void run_tasks(int64_t count, int64_t work, size_t scratch_bytes, const Parallel& parallel,
+               const Task& task) {
+  if (count == 0) return;
+  const int64_t worth_waking = std::min(count, std::max<int64_t>(1, work / kWorkPerWorker));
+  const int workers = int(std::min<int64_t>(worth_waking, std::max(1, parallel.max_workers())));
+  const size_t bytes =
+      (scratch_bytes + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
+  std::unique_ptr<char, Free> scratch(static_cast<char*>(
+      std::aligned_alloc(kScratchAlignment, std::max(bytes, kScratchAlignment) * workers)));
+  if (!scratch) throw std::bad_alloc();
+
+  struct Shared {
+    const Task& task;
+    const int64_t count;
+    const size_t bytes;
+    char* const scratch;
+    std::atomic<int64_t> next{0};
+    std::atomic<int> worker{0};
+  } shared{task, count, bytes, scratch.get()};
+  parallel.run(
+      workers,
+      [](void* context) {
+        Shared& shared = *static_cast<Shared*>(context);
+        char* mine = shared.scratch + shared.bytes * shared.worker.fetch_add(1);
+        for (int64_t i; (i = shared.next.fetch_add(1)) < shared.count;) shared.task(i, mine);
+      },
+      &shared);
+}
+
+}  // namespace deltanet::cpu
