@@ -60,6 +60,22 @@ def info() -> int:
     return 2 if "library" in facts else 0
 
 
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return number
+
+
+def writable(path: str) -> str:
+    """Known before the demo has run for minutes."""
+    try:
+        with open(path, "a"):
+            return path
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from None
+
+
 def parser() -> argparse.ArgumentParser:
     defaults = demo.Options()
     top = argparse.ArgumentParser(prog="python -m deltanet_ext", description=__doc__)
@@ -82,9 +98,12 @@ def parser() -> argparse.ArgumentParser:
         ("seed", "of the weights"),
     ):
         default = getattr(defaults, name.replace("-", "_"))
-        show.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
-    show.add_argument("--threads", type=int, help="default: one per idle core")
-    show.add_argument("--json", metavar="PATH", help="write the figures there as well")
+        kind = int if name == "seed" else positive
+        show.add_argument(f"--{name}", type=kind, default=default, help=f"{text} ({default})")
+    show.add_argument("--threads", type=positive, help="default: one per idle core")
+    show.add_argument(
+        "--json", metavar="PATH", type=writable, help="write the figures there as well"
+    )
 
     commands.add_parser("info", help="versions, build and kernels, for a bug report")
     return top

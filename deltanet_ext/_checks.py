@@ -180,6 +180,7 @@ def _plain_state(query: Tensor, value: Tensor, state: Any, state_v_first: bool) 
     dim_k = query.shape[3]
     return (
         isinstance(state, Tensor)
+        and not state.is_nested
         and state.shape
         == ((batch, heads, dim_v, dim_k) if state_v_first else (batch, heads, dim_k, dim_v))
         and state.dtype in _FLOATS
@@ -197,7 +198,13 @@ def _plain_gate(value: Tensor, g: Any, A_log: Any, dt_bias: Any) -> bool:
 
 
 def _plain_per_head(x: Any, heads: int, on: torch.device | None) -> bool:
-    return isinstance(x, Tensor) and x.shape == (heads,) and x.dtype in _FLOATS and _is_plain(x, on)
+    return (
+        isinstance(x, Tensor)
+        and not x.is_nested
+        and x.shape == (heads,)
+        and x.dtype in _FLOATS
+        and _is_plain(x, on)
+    )
 
 
 def _plain_device(x: Tensor) -> torch.device | None:
@@ -424,7 +431,7 @@ def _need_tensor(call: str, name: str, x: Any, supported: str = "torch.Tensor") 
     if not isinstance(x, Tensor):
         raise TypeError(f"{call}: {name} is {_kind(x)}; supported: {supported}")
     if x.is_nested:
-        raise TypeError(f"{call}: {name} is a nested tensor; supported: {supported}, cu_seqlens")
+        raise TypeError(f"{call}: {name} is a nested tensor; supported: {supported}, strided")
 
 
 def _need_dtype(call: str, name: str, x: Tensor, supported: Sequence[torch.dtype]) -> None:
@@ -482,7 +489,9 @@ def _kind(x: Any) -> str:
         return "None"
     if isinstance(x, (bool, int, float)):
         return f"{x!r} ({type(x).__name__})"
-    return f"a {type(x).__name__}"
+    kind = type(x)
+    # NumPy has a bool of its own.
+    return f"a {kind.__module__}.{kind.__name__}" if kind.__name__ == "bool" else f"a {kind.__name__}"
 
 
 def _shape(x: Tensor) -> str:

@@ -586,7 +586,7 @@ def main(options: Options, json_path: str | None = None) -> int:
     console.print(
         f"{options.tokens:,} bytes of text, {options.steps} tokens generated, "
         f"{2 * options.key_heads} value heads on {options.key_heads} key heads of 128; "
-        "one to three minutes on a laptop"
+        "one to three minutes on two idle cores"
     )
     progress = Progress(console, count_steps(options))
     outcomes = [

@@ -20,7 +20,7 @@ pytest.importorskip("rich")
 SMALL = [
     *("--tokens", "192", "--steps", "6", "--hidden", "64", "--key-heads", "2"),
     *("--repeats", "1", "--threads", "1"),
-    *("--seed", "4"),  # weights under which no choice is close
+    *("--seed", "6"),  # weights under which no choice is close
 ]
 
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -363,13 +364,23 @@ RULE: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     ),
     "value is nested": (
         TypeError,
-        "value is a nested tensor; supported: torch.Tensor, cu_seqlens",
+        "value is a nested tensor; supported: torch.Tensor, strided",
         good(value=torch.nested.nested_tensor([torch.zeros(10, 4, 12)] * 2)),
     ),
     "g is nested": (
         TypeError,
-        "g is a nested tensor; supported: torch.Tensor or None, cu_seqlens",
+        "g is a nested tensor; supported: torch.Tensor or None, strided",
         good(g=torch.nested.nested_tensor([torch.zeros(10, 4)] * 2)),
+    ),
+    "initial_state is nested": (
+        TypeError,
+        "initial_state is a nested tensor; supported: torch.Tensor or None, strided",
+        good(initial_state=torch.nested.nested_tensor([torch.zeros(4, 8, 12)] * 2)),
+    ),
+    "state_v_first is a bool of NumPy": (
+        TypeError,
+        "state_v_first is a numpy.bool; supported: bool",
+        good(state_v_first=np.True_),
     ),
     "scale is text": (TypeError, "scale is a str; supported: float or None", good(scale="1")),
     "output_final_state is None": (

@@ -413,6 +413,17 @@ def test_enabled_leaves_an_enabled_process_enabled():
     assert switch.report().enabled
 
 
+def test_a_file_that_is_loaded_again_is_switched_again():
+    module = modeling("qwen3_5")
+    before = module.torch_chunk_gated_delta_rule
+    with switch.enabled():
+        again = importlib.reload(module)
+        switched = again.torch_chunk_gated_delta_rule
+        assert switched is not before
+        assert switched._deltanet_ext[0] is switched
+    assert again.torch_chunk_gated_delta_rule is switched._deltanet_ext[1]
+
+
 def test_blocks_that_overlap_last_until_the_last_one_ends():
     """As they do in two threads."""
     first, second = switch.enabled(), switch.enabled()

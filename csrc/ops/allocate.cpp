@@ -8,6 +8,8 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <exception>
+#include <sstream>
 #include <vector>
 
 #if defined(__linux__)
@@ -163,7 +165,18 @@ std::optional<Tensor> allocate_large(const Tensor&, torch::headeronly::IntHeader
 Tensor allocate(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
                 ScalarType dtype) {
   if (std::optional<Tensor> large = allocate_large(like, sizes, dtype)) return *large;
-  return torch::stable::new_empty(like, sizes, dtype);
+  try {
+    return torch::stable::new_empty(like, sizes, dtype);
+  } catch (const std::exception&) {  // its text names a file of torch, not what was wanted
+    double bytes = double(size_of(to_dtype(dtype)));
+    std::ostringstream text;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      text << (i ? ", " : "") << sizes[i];
+      bytes *= double(sizes[i]);
+    }
+    STD_TORCH_CHECK(false, "out of memory: a result of shape [", text.str(), "] (", bytes / 1e9,
+                    " GB) could not be allocated");
+  }
 }
 
 void poison_large_results(bool on) { poison = on; }

@@ -223,7 +223,9 @@ def _is_model(name: str, module: ModuleType) -> bool:
 def _switch(module: ModuleType) -> None:
     for name in (*_RULES, _CONVOLUTION):
         found = module.__dict__.get(name)
-        if found is None or (module.__name__, name) in _replaced:
+        known = _replaced.get((module.__name__, name))
+        # A file that was loaded again has functions of its own, under the same name.
+        if found is None or (known is not None and known[0] is module and known[1] is found):
             continue
         # A file that takes the functions of another one may hold a wrapper already. The mark names
         # its owner, because functools.wraps copies marks.

@@ -44,7 +44,10 @@ static Settings read() {
         bad_setting("CHECKS", checks, "all, none, or a list of bounds,races,initialised,barriers");
     }
   }
-  s.seed = std::strtoull(variable("SEED", "0").c_str(), nullptr, 0);
+  const std::string seed = variable("SEED", "0");
+  char* end = nullptr;
+  s.seed = std::strtoull(seed.c_str(), &end, 0);
+  if (*end) bad_setting("SEED", seed, "a number");
   const std::string landing = variable("ASYNC", s.seed >= 2 ? "mixed" : "late");
   if (landing == "early")
     s.landing = Settings::kEarly;
