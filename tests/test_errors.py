@@ -377,10 +377,10 @@ RULE: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         "initial_state is a nested tensor; supported: torch.Tensor or None, strided",
         good(initial_state=torch.nested.nested_tensor([torch.zeros(4, 8, 12)] * 2)),
     ),
-    "state_v_first is a bool of NumPy": (
+    "use_qk_l2norm_in_kernel is a bool of NumPy": (
         TypeError,
-        "state_v_first is a numpy.bool; supported: bool",
-        good(state_v_first=np.True_),
+        "use_qk_l2norm_in_kernel is a numpy.bool; supported: bool",
+        good(use_qk_l2norm_in_kernel=np.True_),
     ),
     "scale is text": (TypeError, "scale is a str; supported: float or None", good(scale="1")),
     "output_final_state is None": (
