@@ -48,10 +48,9 @@ std::tuple<Tensor, Tensor> gated_delta_rule(const char* op, Forward& forward,
   const int64_t out_sizes[] = {p.batch, p.tokens, p.value_heads, int64_t(p.dim_v)};
   const Tensor out = allocate(x.query, {out_sizes, 4}, x.query.scalar_type());
   const int64_t none[] = {0};
-  const Tensor final_state =
-      x.output_final_state
-          ? new_state(x.key, p.sequences, p.value_heads, x.state_rows(), x.state_columns())
-          : allocate(x.key, {none, 1}, state_dtype(x.key));
+  const Tensor final_state = x.output_final_state ? new_state(x.key, p.sequences, p.value_heads,
+                                                              x.state_rows(), x.state_columns())
+                                                  : allocate(x.key, {none, 1}, state_dtype(x.key));
   set_results(out, final_state, x, p);
   forward(p, TorchParallel());
   return {out, final_state};
