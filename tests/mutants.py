@@ -19,7 +19,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -146,22 +145,25 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     arguments.add_argument("names", nargs="*")
     arguments.add_argument("--list", action="store_true")
+    arguments.add_argument("--folder", type=Path, help="where the copies lie")
     options = arguments.parse_args()
     chosen = [m for m in MUTANTS if not options.names or m.name in options.names]
     if options.list:
         print("\n".join(m.name for m in chosen))
         return 0
     survivors = 0
-    with tempfile.TemporaryDirectory() as folder:
-        checkout, build = Path(folder) / "checkout", Path(folder) / "build"
-        for name in ("csrc", "tests", "deltanet_ext"):
-            shutil.copytree(ROOT / name, checkout / name)
-        shutil.copy(ROOT / "pyproject.toml", checkout)
-        made = Path(os.environ.get("PTX_EMULATOR_BUILD", ROOT / "build" / "ptx_emulator"))
-        if made.exists():
-            shutil.copytree(made, build)
-        for batch in batches(chosen):
-            survivors += run(batch, checkout, build)
+    made = Path(os.environ.get("PTX_EMULATOR_BUILD", ROOT / "build" / "ptx_emulator"))
+    # Kept: what is not mutated is built once. (Source paths stand in what is built.)
+    folder = options.folder or made.with_name(made.name + "_mutants")
+    checkout, build = folder / "checkout", folder / "build"
+    shutil.rmtree(checkout, ignore_errors=True)
+    for name in ("csrc", "tests", "deltanet_ext"):
+        shutil.copytree(ROOT / name, checkout / name)
+    shutil.copy(ROOT / "pyproject.toml", checkout)
+    if made.exists() and not build.exists():
+        shutil.copytree(made, build)
+    for batch in batches(chosen):
+        survivors += run(batch, checkout, build)
     print(f"{len(chosen) - survivors} of {len(chosen)} caught")
     return survivors
 

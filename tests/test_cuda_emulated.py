@@ -134,6 +134,18 @@ def test_many_heads(case: Case, poison: None) -> None:
     check(deltanet_ext.chunk_gated_delta_rule, case, FP32)
 
 
+@both_forms
+def test_weak_gates_after_strong_ones(function: Any, poison: None) -> None:
+    """A running sum that has come to -1000 still knows the small differences behind it."""
+    args = Case("weak after strong", T=48, HK=1, HV=2, K=16, V=16).inputs()
+    args["g"] = 0.05 * args["g"]
+    args["g"][:, torch.arange(48) % 16 < 10] = -100.0
+    out, state = function(**args)
+    want = recurrence(args)
+    assert_close(out, want[0], 1e-6, "output")
+    assert_close(state, want[1], 1e-6, "state")
+
+
 # ---- views ---------------------------------------------------------------------------------------
 
 
