@@ -113,14 +113,17 @@ def test_schemas_of_the_extension_are_there_too():
 
 
 def test_public_functions_go_to_the_emulated_operators():
-    """No CUDA kernel implements this one yet: the emulated namespace says so, the CPU's answers."""
+    """float64 tells them apart: CUDA declines it, the CPU does not."""
     deltanet_ext = pytest.importorskip("deltanet_ext")
     if not deltanet_ext._load.is_loaded():
         pytest.skip("the compiled library deltanet_ext._C is missing")
-    L = torch.zeros(4, 4)
-    with emulated.path(), pytest.raises(NotImplementedError, match="deltanet_ext_emulated::unit"):
-        deltanet_ext.unit_lower_triangular_inverse(L)
-    assert torch.equal(deltanet_ext.unit_lower_triangular_inverse(L), torch.eye(4))
+    inverse = deltanet_ext.unit_lower_triangular_inverse
+    L = torch.zeros(4, 4, dtype=torch.float64)
+    with emulated.path():
+        assert torch.equal(inverse(L.float()), torch.eye(4))
+        with pytest.raises(RuntimeError, match="float64 runs on the CPU"):
+            inverse(L)
+    assert torch.equal(inverse(L), torch.eye(4, dtype=torch.float64))
 
 
 def test_opcheck():

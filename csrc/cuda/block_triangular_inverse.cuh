@@ -28,7 +28,8 @@ enum BlockTriangularInverseAlgorithm {
   BLOCK_TRIANGULAR_INVERSE_RAKING,
 
   /// \par Overview
-  /// Tensor-core products of operands split into two tf32 parts, both rounded: hi hi + hi lo + lo hi,
+  /// Tensor-core products of operands split into two tf32 parts, both rounded: hi hi + hi lo + lo
+  /// hi,
   /// 2^-21 per product. Three times the error of BLOCK_TRIANGULAR_INVERSE_RAKING at worst, still
   /// below 2e-6. A NaN reaches rows of its own 16-row block.
   ///
@@ -54,9 +55,9 @@ enum BlockTriangularInverseAlgorithm {
 ///      [A 0; C D]^-1 = [A^-1 0; -D^-1 C A^-1  D^-1].
 ///
 /// \par Accuracy
-/// Relative error of T with fp32 merges, 64 rows: 3e-8 for random keys, 6e-7 for identical keys with
-/// b = 1.999 (substitution row by row: 2e-8 and 3e-7). Where entries of T alternate in sign, each
-/// merge adds to it: 3e-6 at 128 rows.
+/// Relative error of T with fp32 merges, 64 rows: 3e-8 for random keys, 6e-7 for identical keys
+/// with b = 1.999 (substitution row by row: 2e-8 and 3e-7). Where entries of T alternate in sign,
+/// each merge adds to it: 3e-6 at 128 rows.
 ///
 /// \tparam kSize          rows: 16, 32, 64 or 128. Smaller systems are padded with zero rows of L.
 /// \tparam kBlockThreads  threads of the one-dimensional block; a multiple of 32, at least 64
@@ -123,8 +124,8 @@ class BlockTriangularInverse {
   ///
   /// \param matrix  [kSize][kPitch] in shared memory, 16-byte aligned. What lies on or above the
   ///                diagonal counts for nothing; loads of 16 bytes may fetch it inside the 16 x 16
-  ///                diagonal blocks. Written: what lies on or below the diagonal, and zeros above it
-  ///                inside those blocks. Other blocks above the diagonal are not touched.
+  ///                diagonal blocks. Written: what lies on or below the diagonal, and zeros above
+  ///                it inside those blocks. Other blocks above the diagonal are not touched.
   __device__ __forceinline__ void Invert(float* matrix) {
     RakeDiagonalBlocks(matrix);
     if constexpr (kSize >= 32) Merge<16>(matrix);
@@ -213,9 +214,9 @@ class BlockTriangularInverse {
   // begin and end are multiples of 4. kLower: `left` is lower triangular and ends at the tile's
   // diagonal; its zeros are skipped, so that no later row reaches an earlier one, not even a NaN.
   template <bool kLower>
-  static __device__ __forceinline__ void Tile(const float* left, int left_pitch,
-                                              const float* right, int right_pitch, float* out,
-                                              int out_pitch, int i, int j, int begin, int end) {
+  static __device__ __forceinline__ void Tile(const float* left, int left_pitch, const float* right,
+                                              int right_pitch, float* out, int out_pitch, int i,
+                                              int j, int begin, int end) {
     float4 sum[4] = {};
     const int whole = kLower ? end - 4 : end;
     for (int m = begin; m < whole; m += 4)
@@ -250,8 +251,8 @@ class BlockTriangularInverse {
     }
   }
 
-  // Both parts are rounded: cut ones (for free, the tensor core drops the low bits) would be biased,
-  // which costs 10x on identical keys.
+  // Both parts are rounded: cut ones (for free, the tensor core drops the low bits) would be
+  // biased, which costs 10x on identical keys.
   static __device__ __forceinline__ void SplitTf32(float x, uint32_t& high, uint32_t& low) {
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(high) : "f"(x));
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(low) : "f"(x - __uint_as_float(high)));

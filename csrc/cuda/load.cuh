@@ -16,7 +16,8 @@
 
 namespace deltanet::cuda {
 
-// ---- element types -------------------------------------------------------------------------------
+// ---- element types
+// -------------------------------------------------------------------------------
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
@@ -33,7 +34,8 @@ __device__ __forceinline__ T from_float(float x) {
     return __float2bfloat16_rn(x);
 }
 
-// ---- one element of a run-time dtype ---------------------------------------------------------------
+// ---- one element of a run-time dtype
+// ---------------------------------------------------------------
 
 __device__ __forceinline__ double load_double(const void* data, DType dtype, int64_t at) {
   switch (dtype) {
@@ -71,7 +73,8 @@ __device__ __forceinline__ void store_float(void* data, DType dtype, int64_t at,
     static_cast<__half*>(data)[at] = from_float<__half>(x);
 }
 
-// ---- four elements -------------------------------------------------------------------------------
+// ---- four elements
+// -------------------------------------------------------------------------------
 
 // Whether four neighbours along axis `along` can be moved at once, wherever a multiple of four
 // starts: they lie side by side, and every other stride keeps the alignment.
@@ -127,8 +130,8 @@ __device__ __forceinline__ float4 load_quad(const void* data, DType dtype, int64
   return x;
 }
 
-// Inline assembly: the compiler would merge the first of four scalar stores of another branch into a
-// vector store, and leave four scalars.
+// Inline assembly: the compiler would merge the first of four scalar stores of another branch into
+// a vector store, and leave four scalars.
 __device__ __forceinline__ void store_16_bytes(float* to, float4 x) {
   asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};"
                :
@@ -158,7 +161,8 @@ __device__ __forceinline__ void store_quad(void* data, DType dtype, int64_t at, 
   if (count > 3) store_float(data, dtype, at + 3 * stride, x.w);
 }
 
-// ---- gates ---------------------------------------------------------------------------------------
+// ---- gates
+// ---------------------------------------------------------------------------------------
 
 // Below this log decay exp is 0 in fp32 anyway, and -inf would turn differences of prefix sums into
 // NaN.

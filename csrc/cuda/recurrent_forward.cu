@@ -17,7 +17,8 @@ template <int kDimK>
 void run(const RuleParams& p, const RecurrentQuads& quads, cudaStream_t stream) {
   using Traits = RecurrentTraits<kDimK>;
   launch("recurrent_gated_delta_rule", recurrent_forward_kernel<kDimK>,
-         rule_blocks(p, Traits::kColumns), Traits::kThreads, /*dynamic_shared=*/0, stream, p, quads);
+         rule_blocks(p, Traits::kColumns), Traits::kThreads, /*dynamic_shared=*/0, stream, p,
+         quads);
 }
 
 }  // namespace

@@ -37,8 +37,8 @@ struct RecurrentTraits {
   static_assert(kDimK % 64 == 0 && kDimK <= kMaxHeadDim, "16 row groups of quads");
   static constexpr int kThreads = 128;
   static constexpr int kColumns = 32;
-  static constexpr int kColumnQuads = kColumns / 4;               // lanes 0 to 7, 8 to 15, ...
-  static constexpr int kRowGroups = kThreads / kColumnQuads;      // 16, four of them in a warp
+  static constexpr int kColumnQuads = kColumns / 4;           // lanes 0 to 7, 8 to 15, ...
+  static constexpr int kRowGroups = kThreads / kColumnQuads;  // 16, four of them in a warp
   static constexpr int kPieces = kDimK / (4 * kRowGroups);
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kGateTokens = 32;  // gates of so many tokens are computed at once
@@ -138,14 +138,15 @@ class RecurrentBlock {
                                                                                            : 0.f;
       const auto& x = p_.initial_state;
       if (!x.data || rows <= 0 || columns_ <= 0) continue;
-      const int64_t at = n_ * x.stride[0] + head_ * x.stride[1] + row * x.stride[2] +
-                         column_ * x.stride[3];
+      const int64_t at =
+          n_ * x.stride[0] + head_ * x.stride[1] + row * x.stride[2] + column_ * x.stride[3];
       if (quads_.initial_state == 2) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           if (j >= columns_) continue;
           const float4 e = load_quad(x.data, x.dtype, at + j * x.stride[3], 1, rows, true);
-          S_[piece][0][j] = e.x, S_[piece][1][j] = e.y, S_[piece][2][j] = e.z, S_[piece][3][j] = e.w;
+          S_[piece][0][j] = e.x, S_[piece][1][j] = e.y, S_[piece][2][j] = e.z,
+          S_[piece][3][j] = e.w;
         }
       } else {
 #pragma unroll
@@ -153,7 +154,8 @@ class RecurrentBlock {
           if (i >= rows) continue;
           const float4 e = load_quad(x.data, x.dtype, at + i * x.stride[2], x.stride[3], columns_,
                                      quads_.initial_state == 1);
-          S_[piece][i][0] = e.x, S_[piece][i][1] = e.y, S_[piece][i][2] = e.z, S_[piece][i][3] = e.w;
+          S_[piece][i][0] = e.x, S_[piece][i][1] = e.y, S_[piece][i][2] = e.z,
+          S_[piece][i][3] = e.w;
         }
       }
     }
@@ -167,8 +169,8 @@ class RecurrentBlock {
       const int row = row_of(piece), rows = p_.dim_k - row;
       if (rows <= 0) continue;
       const auto& e = S_[piece];
-      const int64_t at = n_ * x.stride[0] + head_ * x.stride[1] + row * x.stride[2] +
-                         column_ * x.stride[3];
+      const int64_t at =
+          n_ * x.stride[0] + head_ * x.stride[1] + row * x.stride[2] + column_ * x.stride[3];
       if (quads_.final_state == 2) {
 #pragma unroll
         for (int j = 0; j < 4; ++j)
@@ -201,10 +203,10 @@ class RecurrentBlock {
     const auto& v = p_.value;
     value_ = make_float4(0.f, 0.f, 0.f, 0.f);
     if (v.data)
-      value_ = load_quad(v.data, v.dtype,
-                         s.batch * v.stride[0] + t * v.stride[1] + head_ * v.stride[2] +
-                             column_ * v.stride[3],
-                         v.stride[3], columns_, quads_.value);
+      value_ = load_quad(
+          v.data, v.dtype,
+          s.batch * v.stride[0] + t * v.stride[1] + head_ * v.stride[2] + column_ * v.stride[3],
+          v.stride[3], columns_, quads_.value);
   }
   __device__ __forceinline__ void store_rows(int buffer) {
     const int quad = int(threadIdx.x) % 64;
@@ -288,14 +290,12 @@ class RecurrentBlock {
       const float4 y = sum_over_warps(&shared_.qS[buffer][0][quad], Traits::kColumns);
       const float factor = float(p_.scale) * (p_.l2norm ? reciprocal_norm(dots.y) : 1.f);
       const auto& o = p_.output;
-      store_quad(o.data, o.dtype,
-                 s.batch * o.stride[0] + t * o.stride[1] + head_ * o.stride[2] +
-                     column_ * o.stride[3],
-                 o.stride[3], columns_, quads_.output,
-                 make_float4(factor * fmaf(dots.z, d[0], a * y.x),
-                             factor * fmaf(dots.z, d[1], a * y.y),
-                             factor * fmaf(dots.z, d[2], a * y.z),
-                             factor * fmaf(dots.z, d[3], a * y.w)));
+      store_quad(
+          o.data, o.dtype,
+          s.batch * o.stride[0] + t * o.stride[1] + head_ * o.stride[2] + column_ * o.stride[3],
+          o.stride[3], columns_, quads_.output,
+          make_float4(factor * fmaf(dots.z, d[0], a * y.x), factor * fmaf(dots.z, d[1], a * y.y),
+                      factor * fmaf(dots.z, d[2], a * y.z), factor * fmaf(dots.z, d[3], a * y.w)));
     }
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
@@ -303,8 +303,7 @@ class RecurrentBlock {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-          S_[piece][i][j] = fmaf(ks[i], d[j], a * S_[piece][i][j]);
+        for (int j = 0; j < 4; ++j) S_[piece][i][j] = fmaf(ks[i], d[j], a * S_[piece][i][j]);
     }
   }
 

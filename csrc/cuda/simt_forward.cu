@@ -46,8 +46,8 @@ size_t workspace_bytes(const RuleParams& p) {
 void forward(const RuleParams& p, void* workspace, cudaStream_t stream) {
   PrepareArguments prepare = {};
   prepare.table = build_chunk_table(p, kChunk, workspace, stream);
-  prepare.out = reinterpret_cast<Prepared*>(static_cast<char*>(workspace) +
-                                            chunk_table_bytes(p, kChunk));
+  prepare.out =
+      reinterpret_cast<Prepared*>(static_cast<char*>(workspace) + chunk_table_bytes(p, kChunk));
   prepare.query_quads = quads_along(p.query, 3);
   prepare.key_quads = quads_along(p.key, 3);
   launch("chunk_prepare", prepare_kernel, max_chunks(p, kChunk) * p.key_heads,

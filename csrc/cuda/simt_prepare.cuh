@@ -32,10 +32,10 @@ constexpr int kChunk = 16;
 struct alignas(16) Prepared {
   float L[kChunk][kChunk];      // j < i, zero elsewhere
   float P[kChunk][kChunk + 4];  // j <= i, zero elsewhere; two rows at a time: different banks
-  float value[kChunk];      // b_i
-  float key[kChunk];        // b_i e^{G_i} / |k_i|
-  float query[kChunk];      // scale e^{G_i} / |q_i|
-  float update[kChunk];     // e^{G_end - G_i} / |k_i|
+  float value[kChunk];          // b_i
+  float key[kChunk];            // b_i e^{G_i} / |k_i|
+  float query[kChunk];          // scale e^{G_i} / |q_i|
+  float update[kChunk];         // e^{G_end - G_i} / |k_i|
   // A chunk is cut where the decay rises steeply (see cut_chunk). These are of token i's piece.
   float keep[kChunk];   // e^{G_end}
   int32_t end[kChunk];  // one past its last token
@@ -49,13 +49,13 @@ struct PrepareArguments {
 
 struct PrepareTraits {
   static constexpr int kThreads = kChunk * kChunk;
-  static constexpr int kMinBlocks = 4;  // 64 registers: none is spilled
+  static constexpr int kMinBlocks = 4;              // 64 registers: none is spilled
   static constexpr int kHeads = kThreads / kChunk;  // value heads whose gates are scanned at once
   using Scan = cub::WarpScan<double, kChunk>;
   struct Shared {
     float high[kHeads][kChunk], low[kHeads][kChunk];  // G inside a piece
     float beta[kHeads][kChunk];
-    int first[kHeads][kChunk];          // of the token's piece
+    int first[kHeads][kChunk];             // of the token's piece
     float k_norm[kChunk], q_norm[kChunk];  // reciprocals, or 1
     typename Scan::TempStorage scan[kHeads];
   };
@@ -197,9 +197,8 @@ __global__ void __launch_bounds__(PrepareTraits::kThreads, PrepareTraits::kMinBl
         to.value[j] = beta;
         to.key[j] = token ? beta * decay * shared.k_norm[j] : 0.f;
         to.query[j] = token ? scale * decay * shared.q_norm[j] : 0.f;
-        to.update[j] = token ? exp_of_sum(left_high, float(left - double(left_high))) *
-                                   shared.k_norm[j]
-                             : 0.f;
+        to.update[j] =
+            token ? exp_of_sum(left_high, float(left - double(left_high))) * shared.k_norm[j] : 0.f;
         to.keep[j] = exp_of_sum(all_high, float(all - double(all_high)));
         to.end[j] = end;
       }

@@ -9,9 +9,11 @@
 // Work split:  one block = one (sequence, value head, kColumns of V), over all chunks. Half of the
 //              threads multiply K S, the other half Q S and later the output; all of them update.
 //              Substitution: one thread per column.
-// Numerics:    every sum runs over K, or over the tokens, in one fixed order that does not depend on
+// Numerics:    every sum runs over K, or over the tokens, in one fixed order that does not depend
+// on
 //              kColumns.
-// Memory:      S stays in shared memory; q, k, v and what prepare made are read once per V tile, o is
+// Memory:      S stays in shared memory; q, k, v and what prepare made are read once per V tile, o
+// is
 //              written once.
 // Edges:       rows beyond K, columns beyond V and tokens beyond the chunk's end are zeros. No row
 //              ever reads a later one.
@@ -52,8 +54,8 @@ struct ScanTraits {
   __host__ __device__ static int padded(int dim_k) { return (dim_k + 3) / 4 * 4; }
   static int64_t shared_bytes(int dim_k) {
     return int64_t(sizeof(Shared)) +
-           int64_t(sizeof(float)) * (int64_t(padded(dim_k)) * kColumns +
-                                     2 * kChunk * PrepareTraits::row_pitch(dim_k));
+           int64_t(sizeof(float)) *
+               (int64_t(padded(dim_k)) * kColumns + 2 * kChunk * PrepareTraits::row_pitch(dim_k));
   }
 };
 
@@ -180,11 +182,12 @@ class ScanBlock {
     for (int e = thread_; e < kChunk * Traits::kColumnQuads; e += Traits::kThreads) {
       const int row = e / Traits::kColumnQuads, c = e % Traits::kColumnQuads * 4;
       const int left = v.data && row < count ? p_.dim_v - column_ - c : 0;
-      *reinterpret_cast<float4*>(&shared_.v[row][c]) = load_quad(
-          v.data, v.dtype, base + row * v.stride[1] + (column_ + c) * v.stride[3], v.stride[3],
-          left, x_.value_quads);
+      *reinterpret_cast<float4*>(&shared_.v[row][c]) =
+          load_quad(v.data, v.dtype, base + row * v.stride[1] + (column_ + c) * v.stride[3],
+                    v.stride[3], left, x_.value_quads);
     }
-    const auto* from = reinterpret_cast<const float4*>(x_.prepared + number * p_.value_heads + head_);
+    const auto* from =
+        reinterpret_cast<const float4*>(x_.prepared + number * p_.value_heads + head_);
     for (int e = thread_; e < int(sizeof(Prepared) / 16); e += Traits::kThreads)
       reinterpret_cast<float4*>(&shared_.prepared)[e] = from[e];
   }
@@ -253,14 +256,14 @@ class ScanBlock {
   }
 
   // Equation (6): sum holds Q S.
-  __device__ __forceinline__ void store_output(int64_t batch, int64_t t, int first, int end, int row,
-                                               int c, float4 (&sum)[kRows]) const {
+  __device__ __forceinline__ void store_output(int64_t batch, int64_t t, int first, int end,
+                                               int row, int c, float4 (&sum)[kRows]) const {
     const Prepared& f = shared_.prepared;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const float factor = f.query[row + r];
-      sum[r] = make_float4(factor * sum[r].x, factor * sum[r].y, factor * sum[r].z,
-                           factor * sum[r].w);
+      sum[r] =
+          make_float4(factor * sum[r].x, factor * sum[r].y, factor * sum[r].z, factor * sum[r].w);
     }
     for (int m = first; m < row + kRows && m < end; ++m) {
       const float4 v = *reinterpret_cast<const float4*>(&shared_.v[m][c]);
@@ -269,8 +272,8 @@ class ScanBlock {
         if (m <= row + r) add_scaled(sum[r], f.P[row + r][m], v);
     }
     const auto& o = p_.output;
-    const int64_t base = batch * o.stride[0] + t * o.stride[1] + head_ * o.stride[2] +
-                         (column_ + c) * o.stride[3];
+    const int64_t base =
+        batch * o.stride[0] + t * o.stride[1] + head_ * o.stride[2] + (column_ + c) * o.stride[3];
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
       if (row + r >= first && row + r < end)

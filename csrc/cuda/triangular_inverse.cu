@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// unit_lower_triangular_inverse: one block = one matrix, padded with zero rows to 16, 32, 64 or 128.
-// fp32 merges: as accurate as substitution row by row. Reads L once and writes T once, coalesced.
+// unit_lower_triangular_inverse: one block = one matrix, padded with zero rows to 16, 32, 64 or
+// 128. fp32 merges: as accurate as substitution row by row. Reads L once and writes T once,
+// coalesced.
 #include "cuda/triangular_inverse.h"
 
 #include <stdexcept>
@@ -64,11 +65,12 @@ void run(const TriangularInverseParams& p, cudaStream_t stream) {
 void triangular_inverse(const TriangularInverseParams& p, cudaStream_t stream) {
   const std::string op = "unit_lower_triangular_inverse: ";
   if (p.dtype == DType::kFloat64)
-    throw std::invalid_argument(op + "L is float64; supported on CUDA: float32, bfloat16, float16 "
-                                     "(float64 runs on the CPU)");
+    throw std::invalid_argument(op +
+                                "L is float64; supported on CUDA: float32, bfloat16, float16 "
+                                "(float64 runs on the CPU)");
   if (p.size < 1 || p.size > kMaxInverseSize)
-    throw std::invalid_argument(op + "L has size " + std::to_string(p.size) +
-                                "; supported: 1 to " + std::to_string(kMaxInverseSize));
+    throw std::invalid_argument(op + "L has size " + std::to_string(p.size) + "; supported: 1 to " +
+                                std::to_string(kMaxInverseSize));
   if (p.size <= 16) return run<16>(p, stream);
   if (p.size <= 32) return run<32>(p, stream);
   if (p.size <= 64) return run<64>(p, stream);

@@ -59,17 +59,16 @@ std::tuple<Tensor, Tensor> gated_delta_rule(const char* op, bool chunked, const 
   const int64_t out_sizes[] = {p.batch, p.tokens, p.value_heads, int64_t(p.dim_v)};
   const Tensor out = new_empty(x.query, {out_sizes, 4}, x.query.scalar_type());
   const int64_t none[] = {0};
-  const Tensor final_state =
-      x.output_final_state
-          ? new_state(x.key, p.sequences, p.value_heads, x.state_rows(), x.state_columns())
-          : new_empty(x.key, {none, 1}, ScalarType::Float);
+  const Tensor final_state = x.output_final_state ? new_state(x.key, p.sequences, p.value_heads,
+                                                              x.state_rows(), x.state_columns())
+                                                  : new_empty(x.key, {none, 1}, ScalarType::Float);
   set_results(out, final_state, x, p);
   const CudaDevice device(x.key);  // on which the size of the workspace depends
   const Tensor workspace = new_workspace(x.key, chunked ? cuda::chunk_forward_workspace(p) : 0);
 
-  const CudaContext context({x.query, x.key, x.value, x.g, x.beta, x.initial_state, x.cu_seqlens,
-                             x.A_log, x.dt_bias},
-                            {out, final_state, workspace});
+  const CudaContext context(
+      {x.query, x.key, x.value, x.g, x.beta, x.initial_state, x.cu_seqlens, x.A_log, x.dt_bias},
+      {out, final_state, workspace});
   if (chunked)
     cuda::chunk_forward(p, workspace.mutable_data_ptr(), context.stream());
   else

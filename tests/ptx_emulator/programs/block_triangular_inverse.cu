@@ -14,8 +14,7 @@ __global__ void __launch_bounds__(128) example(const float* L, float* T) {
   using Inverse = BlockTriangularInverse<64, 128>;
   __shared__ alignas(16) float matrix[Inverse::kMatrixSize];
   __shared__ typename Inverse::TempStorage temp_storage;
-  for (int e = threadIdx.x; e < 64 * 64; e += 128)
-    matrix[e / 64 * Inverse::kPitch + e % 64] = L[e];
+  for (int e = threadIdx.x; e < 64 * 64; e += 128) matrix[e / 64 * Inverse::kPitch + e % 64] = L[e];
   __syncthreads();  // L is complete
   Inverse(temp_storage).Invert(matrix);
   for (int e = threadIdx.x; e < 64 * 64; e += 128)
@@ -109,7 +108,8 @@ template <int kSize, int kThreads, BlockTriangularInverseAlgorithm kAlgorithm>
 std::vector<float> run(const std::vector<float>& L) {
   using Inverse = BlockTriangularInverse<kSize, kThreads, kAlgorithm>;
   const Array<float> in(L), out(L.size());
-  const size_t shared = Inverse::kMatrixSize * sizeof(float) + sizeof(typename Inverse::TempStorage);
+  const size_t shared =
+      Inverse::kMatrixSize * sizeof(float) + sizeof(typename Inverse::TempStorage);
   const auto kernel = invert<kSize, kThreads, kAlgorithm>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
   kernel<<<1, kThreads, shared>>>(in, out);

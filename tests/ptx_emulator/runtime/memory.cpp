@@ -223,8 +223,7 @@ void check_group(const Current& a, const Readers& r) {
     if (!knows_foreign(a.t)) race(a, "read", 0, 0, r.site, false);
     return;
   }
-  if (r.block == a.b->serial ? r.time <= a.b->floor
-                             : a.is_shared || of_earlier_launch(a, r.block))
+  if (r.block == a.b->serial ? r.time <= a.b->floor : a.is_shared || of_earlier_launch(a, r.block))
     return;
   for (uint32_t lanes = r.lanes; lanes; lanes &= lanes - 1) {
     const uint32_t thread = r.warp * 32u + uint32_t(__builtin_ctz(lanes));

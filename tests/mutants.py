@@ -1,0 +1,172 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Seeded bugs in the CUDA kernels, each of which test_cuda_emulated.py must find.
+
+    mutants.py              all of them (compiles for some minutes)
+    mutants.py NAME...      these
+    mutants.py --list
+
+A mutant is one replaced piece of source in a copy of the checkout. It is caught when the tests
+fail. One that survives is a hole in the tests: the exit status is the number of survivors. Mutants
+of kernels that never meet in a test share a build, and each has its own tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+
+    @property
+    def tests(self) -> str:
+        """Which tests may find it, as pytest's -k."""
+        return {
+            PREPARE: "chunk", SCAN: "chunk", TABLE: "chunk", RECURRENT: "recurrent",
+            INVERSE: "inverse",
+        }.get(self.file, "")  # fmt: skip
+
+
+PREPARE, SCAN = "csrc/cuda/simt_prepare.cuh", "csrc/cuda/simt_scan.cuh"
+RECURRENT, TABLE = "csrc/cuda/recurrent_forward.cuh", "csrc/cuda/chunk_table.cu"
+INVERSE, LOAD = "csrc/cuda/block_triangular_inverse.cuh", "csrc/cuda/load.cuh"
+PARAMS, OPERATOR = "csrc/cuda/rule_params.cuh", "csrc/ops/gated_delta_rule_cuda.cpp"
+
+MUTANTS = [
+    # Mathematics.
+    Mutant("beta of the wrong row", PREPARE, "l = shared.beta[h][i] *", "l = shared.beta[h][j] *"),
+    Mutant("G without its low part", PREPARE, "return fmaf(e, low, e);", "return e;"),
+    Mutant("chunks are never cut", PREPARE, "kMostRise = 1;", "kMostRise = 1e30;"),
+    Mutant("norm of q on k", PREPARE, "query[j] = token ? scale * decay * shared.q_norm[j]",
+           "query[j] = token ? scale * decay * shared.k_norm[j]"),
+    Mutant("the state does not decay", SCAN, "keep = shared_.prepared.keep[first]", "keep = 1"),
+    Mutant("output reads later rows", SCAN, "if (m <= row + r) add_scaled", "add_scaled"),
+    Mutant("read-out before the decay", RECURRENT, "a * y.x", "y.x"),
+    Mutant("heads modulo key heads", PARAMS,
+           "return unsigned(head) / (unsigned(p.value_heads) / unsigned(p.key_heads));",
+           "return unsigned(head) % unsigned(p.key_heads);"),
+    Mutant("a later row reaches an earlier one", INVERSE, "r = kDiagonal ? k : 0", "r = 0"),
+    # Edges and options.
+    Mutant("-inf is not clamped", LOAD, "return g < kSmallestLogDecay ? kSmallestLogDecay : g;",
+           "return g;"),
+    Mutant("no epsilon", LOAD, "sum_of_squares + 1e-6f", "sum_of_squares"),
+    Mutant("beta is not doubled", LOAD, "p.beta_doubled ? 2 : 1", "1"),
+    Mutant("quads across the last column", LOAD, "if (quads && count >= 4) {\n    if (dtype == "
+           "DType::kFloat32)\n      return", "if (quads) {\n    if (dtype == DType::kFloat32)\n"
+           "      return"),
+    Mutant("V first along the wrong axis", RECURRENT,
+           "at + j * x.stride[3], 1, rows, true);", "at + j * x.stride[2], 1, rows, true);"),
+    Mutant("the last chunk writes 16 rows", SCAN, "row + r >= first && row + r < end",
+           "row + r >= first"),
+    Mutant("empty sequences get chunks", TABLE, "if (offsets[middle] <= i)",
+           "if (offsets[middle] < i)"),
+    Mutant("cu_seqlens is trusted", PARAMS, "return x < 0 ? 0 : x < p.tokens ? x : p.tokens;",
+           "return x;"),
+    Mutant("the tail is left alone", RECURRENT, "if (!p.output.data) return;", "return;"),
+    Mutant("states are always K first", OPERATOR, "set_results(out, final_state, x, p);",
+           "set_results(out, final_state, x, p); p.final_state.stride[2] = p.dim_v; "
+           "p.final_state.stride[3] = 1;"),
+    # Order.
+    Mutant("no barrier before K S is read", SCAN, "    __syncthreads();  // K S is complete\n", ""),
+    Mutant("no barrier before V' is read", SCAN,
+           "    __syncthreads();  // V' is complete, and S has been read\n", ""),
+    Mutant("no barrier between chunks", SCAN, "      __syncthreads();  // the chunk before has been"
+           " read (first: the state is there)\n", ""),
+    Mutant("one buffer for k and q", RECURRENT, "store_rows(buffer ^ 1);", "store_rows(buffer);"),
+    Mutant("no barrier before the first token", RECURRENT,
+           "      if (i == 0) __syncthreads();  // the first rows are there\n", ""),
+    Mutant("no __syncwarp in the raking", INVERSE, "      __syncwarp();", "      // __syncwarp();"),
+    Mutant("no barrier inside a merge", INVERSE,
+           "    __syncthreads();  // C A^-1 is complete, C may be overwritten\n", ""),
+]  # fmt: skip
+
+
+def batches(mutants: list[Mutant]) -> list[list[Mutant]]:
+    """Those that share a build."""
+    found: list[list[Mutant]] = []
+    for mutant in mutants:
+        for batch in found:
+            taken = {m.tests for m in batch}
+            if mutant.tests and "" not in taken and mutant.tests not in taken:
+                batch.append(mutant)
+                break
+        else:
+            found.append([mutant])
+    return found
+
+
+def test(mutant: Mutant, checkout: Path, environment: dict[str, str]) -> str | None:
+    """What the tests said; None: they passed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider",
+               "tests/test_cuda_emulated.py", "-k", mutant.tests]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=checkout, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode == 0:
+        return None
+    found = re.findall(r"^E +(?:\w+Error: )?(.*\S)|^(?:FAILED|ERROR) (.*)$", done.stdout, re.M)
+    return " | ".join((a or b)[:110] for a, b in [*found[:1], *found[-1:]]) or done.stdout[-300:]
+
+
+def run(batch: list[Mutant], checkout: Path, build: Path) -> int:
+    """Returns how many survive."""
+    before = {file: (checkout / file).read_text() for file in {m.file for m in batch}}
+    for mutant in batch:
+        source = checkout / mutant.file
+        if (text := source.read_text()).count(mutant.old) != 1:
+            raise SystemExit(f"mutants.py: {mutant.name}: not once in {mutant.file}: {mutant.old}")
+        source.write_text(text.replace(mutant.old, mutant.new))
+    environment = {**os.environ, "PTX_EMULATOR_BUILD": str(build), "PYTHONPATH": str(checkout)}
+    survivors = 0
+    for mutant in batch:
+        said = test(mutant, checkout, environment)
+        survivors += said is None
+        print(f"{'SURVIVES' if said is None else 'caught'}  {mutant.name}: {said or ''}")
+        sys.stdout.flush()
+    for file, text in before.items():
+        (checkout / file).write_text(text)
+    return survivors
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    arguments.add_argument("names", nargs="*")
+    arguments.add_argument("--list", action="store_true")
+    arguments.add_argument("--folder", type=Path, help="where the copies lie")
+    options = arguments.parse_args()
+    chosen = [m for m in MUTANTS if not options.names or m.name in options.names]
+    if options.list:
+        print("\n".join(m.name for m in chosen))
+        return 0
+    survivors = 0
+    made = Path(os.environ.get("PTX_EMULATOR_BUILD", ROOT / "build" / "ptx_emulator"))
+    # Kept: what is not mutated is built once. (Source paths stand in what is built.)
+    folder = options.folder or made.with_name(made.name + "_mutants")
+    checkout, build = folder / "checkout", folder / "build"
+    shutil.rmtree(checkout, ignore_errors=True)
+    for name in ("csrc", "tests", "deltanet_ext"):
+        shutil.copytree(ROOT / name, checkout / name)
+    shutil.copy(ROOT / "pyproject.toml", checkout)
+    if made.exists() and not build.exists():
+        shutil.copytree(made, build)
+    for batch in batches(chosen):
+        survivors += run(batch, checkout, build)
+    print(f"{len(chosen) - survivors} of {len(chosen)} caught")
+    return survivors
+
+
+if __name__ == "__main__":
+    sys.exit(main())
