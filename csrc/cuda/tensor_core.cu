@@ -29,6 +29,14 @@ Device current_device() {
           attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)};
 }
 
+// Whether any architecture of this build has the kernels: sm_75 code has no bf16 products, and a
+// newer device may run it, compiled from PTX.
+constexpr bool is_built() {
+  for (const int architecture : {__CUDA_ARCH_LIST__})
+    if (architecture >= 800) return true;
+  return false;
+}
+
 // The instances of one element type and bucket of K.
 struct Kernels {
   void (*prepare)(const Params&, cudaStream_t);
@@ -138,7 +146,7 @@ struct Plan {
 
 bool supports(const RuleParams& p) {
   if (p.key.dtype != DType::kBFloat16 && p.key.dtype != DType::kFloat16) return false;
-  if (p.dim_k > 128 || p.tokens > 0x7fffffff) return false;
+  if (p.dim_k > 128 || p.tokens > 0x7fffff00) return false;
   // Whether rows of other widths are aligned depends on the axes of size 1, and so on the company.
   if (p.batch_invariant && (p.dim_k % 8 != 0 || p.dim_v % 8 != 0)) return false;
   if (p.initial_state && p.initial_state.dtype == DType::kFloat64) return false;
@@ -150,7 +158,7 @@ bool supports(const RuleParams& p) {
     return false;
   if (p.output && p.output.stride[3] != 1 && p.dim_v > 1) return false;
   const Device device = current_device();
-  return device.capability >= 80 &&
+  return is_built() && device.capability >= 80 &&
          kernels_of(p, Precision::kExact).shared_bytes(4) <= device.shared;
 }
 
