@@ -82,7 +82,7 @@ class cuda_precision:
 
     This is a switch of its own: `torch.set_float32_matmul_precision` and `allow_tf32` are about
     matrix products of float32 tensors, and programs set them without thinking of a recurrent state
-    (docs/decisions/0012-cuda-library.md).
+    (docs/decisions/0014-cuda-library.md).
 
     Works as `torch.set_grad_enabled`: from the call on, or inside a `with` block.
 

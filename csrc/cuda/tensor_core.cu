@@ -29,6 +29,14 @@ Device current_device() {
           attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)};
 }
 
+// Whether any architecture of this build has the kernels: sm_75 code has no bf16 products, and a
+// newer device may run it, compiled from PTX.
+constexpr bool is_built() {
+  for (const int architecture : {__CUDA_ARCH_LIST__})
+    if (architecture >= 800) return true;
+  return false;
+}
+
 // The instances of one element type and bucket of K.
 struct Kernels {
   void (*prepare)(const Params&, cudaStream_t);
@@ -150,7 +158,7 @@ bool supports(const RuleParams& p) {
     return false;
   if (p.output && p.output.stride[3] != 1 && p.dim_v > 1) return false;
   const Device device = current_device();
-  return device.capability >= 80 &&
+  return is_built() && device.capability >= 80 &&
          kernels_of(p, Precision::kExact).shared_bytes(4) <= device.shared;
 }
 
