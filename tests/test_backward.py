@@ -30,9 +30,11 @@ NARROW, NARROW_GATES = 4e-3, 1e-2
 # Below this an error is nothing, whatever it is a part of: gates underflow.
 ABSOLUTE_FLOOR = 1e-30
 
-# Where the plain recurrence itself is off by more than the whole gradient, both are noise: of 1e-9
-# beside others of 1, in dg where identical keys overwrite each other exactly.
-NOISE_FACTOR = 4.0
+# In dg, where keys overwrite each other exactly, terms of the size of other gradients cancel to
+# nearly nothing in the sum over a chunk (by nature, docs/numerics.md), and token by token to less.
+# That holds where the plain recurrence itself is off by more than the whole gradient, and in the
+# cases that amplify one rounding.
+NOISE_FACTOR = 8.0
 
 Gradients = dict[str, Tensor]
 
@@ -92,7 +94,13 @@ def ours(
     return backward(function, leaves(case.inputs(dtype)), *chosen(case, dtype, uses))
 
 
-def judge(got: Gradients, want: Gradients, base: Gradients | None, bounds: Mapping[str, float]) -> None:
+def judge(
+    got: Gradients,
+    want: Gradients,
+    base: Gradients | None,
+    bounds: Mapping[str, float],
+    amplifies: bool = False,
+) -> None:
     """Every gradient within its bound, or twice as far off as the plain recurrence."""
     failures = []
     for name, exact in want.items():
@@ -109,7 +117,8 @@ def judge(got: Gradients, want: Gradients, base: Gradients | None, bounds: Mappi
             bound = max(bound, NARROW)
         if base is not None:
             ratio = rmse_ratio(base[name], exact)
-            bound = max(bound, (NOISE_FACTOR if ratio > 1 else 2) * ratio)
+            noise = name == "g" and (ratio > 1 or amplifies)
+            bound = max(bound, (NOISE_FACTOR if noise else 2) * ratio)
         size = float((grad.double() - exact).square().mean().sqrt()) if grad.numel() else 0.0
         if error > bound and size > ABSOLUTE_FLOOR:
             failures.append(f"d{name}: RMSE ratio {error:.2e} is above {bound:.2e}")
@@ -119,7 +128,8 @@ def judge(got: Gradients, want: Gradients, base: Gradients | None, bounds: Mappi
 def judge_fp32(case: Case, function: Callable[..., Any] = CHUNK, uses: str = "output, state") -> None:
     want = by_recurrence(case, torch.float32, torch.float64, uses)
     base = by_recurrence(case, torch.float32, torch.float32, uses)
-    judge(ours(case, torch.float32, function, uses), want, base, {"else": FP32_FLOOR})
+    got = ours(case, torch.float32, function, uses)
+    judge(got, want, base, {"else": FP32_FLOOR}, case.amplifies)
 
 
 # ---- right -----------------------------------------------------------------------------
