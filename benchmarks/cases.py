@@ -42,8 +42,8 @@ class Case:
     @property
     def flop(self) -> float:
         """The least that the chunked rule does, counting triangles as halves and products that key
-        heads share once: 6 K V + 2 C (K HK / HV + V) per token and value head. Its backward pass:
-        8 products with states, those that make the states again included, so 16 K V + C (6 K + 5 V).
+        heads share once: 6 K V + 2 C (K HK / HV + V) per token and value head. The backward pass
+        has 8 products with states, two of which make them again: 16 K V + C (6 K + 5 V).
         """
         k, v = self.key_dim, self.value_dim
         shared = k * self.key_heads / self.value_heads

@@ -35,35 +35,35 @@ struct ChunkBackward {
   // Everything of a chunk and value head that depends on neither V nor S. Rows of tokens that do
   // not belong to the piece at hand are zero.
   struct Gates {
-    alignas(64) Real D[C * C];    // e^{G_i - G_j}              j <= i, else 0
-    alignas(64) Real L[C * C];    // b_i (k_i . k_j) D_ij       j <  i, else 0   (3)
-    alignas(64) Real P[C * C];    // scale (q_i . k_j) D_ij     j <= i, else 0
-    alignas(64) Real decay[C];    // e_i = e^{G_i}
-    alignas(64) Real value[C];    // b_i
-    alignas(64) Real key[C];      // b_i e_i
-    alignas(64) Real query[C];    // scale e_i
-    alignas(64) Real update[C];   // f_i = e^{G_C - G_i}
-    Real keep;                    // gamma = e^{G_C}
-    bool inside[C];               // belongs to the piece
+    alignas(64) Real D[C * C];   // e^{G_i - G_j}              j <= i, else 0
+    alignas(64) Real L[C * C];   // b_i (k_i . k_j) D_ij       j <  i, else 0   (3)
+    alignas(64) Real P[C * C];   // scale (q_i . k_j) D_ij     j <= i, else 0
+    alignas(64) Real decay[C];   // e_i = e^{G_i}
+    alignas(64) Real value[C];   // b_i
+    alignas(64) Real key[C];     // b_i e_i
+    alignas(64) Real query[C];   // scale e_i
+    alignas(64) Real update[C];  // f_i = e^{G_C - G_i}
+    Real keep;                   // gamma = e^{G_C}
+    bool inside[C];              // belongs to the piece
   };
 
   struct Scratch {
-    Real *K, *Q;                            // [kSegmentTokens, kRow]  normalized rows
-    Real *rk, *rq;                          // [kSegmentTokens]        reciprocal norms, or 1
-    Real *KK, *QK;                          // [chunks][C, C]  products of rows, lower blocks only
-    Real *Vin, *dO;                         // [C, kRow]  rows of the current chunk
-    Real *Z, *dV;                           // [C, kRow]  (12), (13)
-    Real *Nf, *dOe, *Ze;                    // [C, kRow]  diag(f) N, diag(s e) dO, diag(b e) Z
-    Real *A, *B, *X2;                       // [C, C]     (15), (16), X + X^T
-    Real *q_past, *k_past, *k_future;       // [C, kRow]  (17)
-    Real *across, *back;                    // [kRow, C]  transposed rows, and products of them
+    Real *K, *Q;                       // [kSegmentTokens, kRow]  normalized rows
+    Real *rk, *rq;                     // [kSegmentTokens]        reciprocal norms, or 1
+    Real *KK, *QK;                     // [chunks][C, C]  products of rows, lower blocks only
+    Real *Vin, *dO;                    // [C, kRow]  rows of the current chunk
+    Real *Z, *dV;                      // [C, kRow]  (12), (13)
+    Real *Nf, *dOe, *Ze;               // [C, kRow]  diag(f) N, diag(s e) dO, diag(b e) Z
+    Real *A, *B, *X2;                  // [C, C]     (15), (16), X + X^T
+    Real *q_past, *k_past, *k_future;  // [C, kRow]  (17)
+    Real *across, *back;               // [kRow, C]  transposed rows, and products of them
     Gates* gates;
-    Real* states;                           // [chunks][state]  before each chunk of the segment
-    Real* pieces;                           // [C][state]       before each piece of one chunk
-    Real *R, *N;                            // [kSegmentTokens, kRow]  (10)
-    Real *dQ, *dK;                          // [kSegmentTokens, kRow]  sums over value heads
-    Real* dS;                               // [heads][state]   adjoint states
-    size_t state;                           // size of one, tile by tile as in the forward pass
+    Real* states;   // [chunks][state]  before each chunk of the segment
+    Real* pieces;   // [C][state]       before each piece of one chunk
+    Real *R, *N;    // [kSegmentTokens, kRow]  (10)
+    Real *dQ, *dK;  // [kSegmentTokens, kRow]  sums over value heads
+    Real* dS;       // [heads][state]   adjoint states
+    size_t state;   // size of one, tile by tile as in the forward pass
     int heads;
     size_t bytes;
 
@@ -115,10 +115,7 @@ struct ChunkBackward {
   struct Wanted {
     bool query, key, gate, beta;
     explicit Wanted(const Params& p)
-        : query(p.d_query),
-          key(p.d_key),
-          gate(p.d_g || p.d_gate_sums),
-          beta(p.d_beta) {}
+        : query(p.d_query), key(p.d_key), gate(p.d_g || p.d_gate_sums), beta(p.d_beta) {}
     bool from_outputs() const { return query || key || gate; }  // A, (17a)
     bool from_values() const { return key || gate || beta; }    // B
     bool keys() const { return key || gate; }                   // (17b), (17c)
@@ -126,7 +123,7 @@ struct ChunkBackward {
 
   struct Segment {
     int64_t batch, begin, end;  // tokens of a batch row
-    int64_t saved;              // where its start state lies among the saved ones; -1: initial state
+    int64_t saved;  // where its start state lies among the saved ones; -1: initial state
     int chunks() const { return int((end - begin + C - 1) / C); }
     int64_t start(int chunk) const { return begin + int64_t(chunk) * C; }
     int count(int chunk) const {
@@ -167,8 +164,7 @@ struct ChunkBackward {
   }
   static DELTANET_NOINLINE void transpose_rows(const Real* rows, int columns, Real* to) {
     for (int c = 0; c < columns; c += W)
-      for (int i = 0; i < C; i += W)
-        transpose_block(rows + i * kRow + c, kRow, to + c * C + i, C);
+      for (int i = 0; i < C; i += W) transpose_block(rows + i * kRow + c, kRow, to + c * C + i, C);
   }
   static DELTANET_NOINLINE void transpose_back(const Real* from, int columns, Real* rows) {
     for (int c = 0; c < columns; c += W)
@@ -321,7 +317,8 @@ struct ChunkBackward {
       const V hi_i = X::set1(hi[i]), lo_i = X::set1(lo[i]);
       const V b = X::set1(beta[i]), factor = X::set1(scale);
       for (int j = 0; j <= i; j += W)
-        X::store(D + j, X::exp_of_sum(X::sub(hi_i, X::load(hi + j)), X::sub(lo_i, X::load(lo + j))));
+        X::store(D + j,
+                 X::exp_of_sum(X::sub(hi_i, X::load(hi + j)), X::sub(lo_i, X::load(lo + j))));
       std::memset(D, 0, sizeof(Real) * first);
       for (int j = i + 1; j < C; ++j) D[j] = 0;
       for (int j = 0; j < C; j += W) {
@@ -745,7 +742,8 @@ struct ChunkBackward {
   static void beta_gradients(const Scratch& s, int columns, Real* d_beta) {
     for (int i = 0; i < C; ++i)
       if (s.gates->inside[i])
-        d_beta[i] = dot(s.Z + i * kRow, s.R + i * kRow, columns) + dot(s.B + i * C, s.KK + i * C, C);
+        d_beta[i] =
+            dot(s.Z + i * kRow, s.R + i * kRow, columns) + dot(s.B + i * C, s.KK + i * C, C);
   }
 
   // (21), (22). `through` is <S0, dS>, still without its factor gamma.
@@ -834,8 +832,9 @@ struct ChunkBackward {
         make_gates(s, first, last, g, beta, Real(p.scale), true);
         run_piece(p, wanted, s, piece ? s.pieces + s.state * piece : s.states, dS, d_g, d_beta);
         if (p.d_value)
-          store_rows<X>(s.dV + first * kRow, kRow, head_rows(p.d_value, segment.batch, t + first, head),
-                        last - first, p.dim_v);
+          store_rows<X>(s.dV + first * kRow, kRow,
+                        head_rows(p.d_value, segment.batch, t + first, head), last - first,
+                        p.dim_v);
       }
       if (wanted.gate)
         store_gate_gradients(p, task.sequence, segment.batch, t, head, count, g, d_g);
@@ -855,8 +854,7 @@ struct ChunkBackward {
     for (int i = 0; i < count; ++i) {
       double d = d_g[i];
       if (p.gate_in_kernel) {
-        const int64_t at =
-            batch * p.g.stride[0] + (t + i) * p.g.stride[1] + head * p.g.stride[2];
+        const int64_t at = batch * p.g.stride[0] + (t + i) * p.g.stride[1] + head * p.g.stride[2];
         const double x = load_element<double>(p.g.data, p.g.dtype, at) + bias;
         product += d * double(g[i]);
         // A rate of -inf has gates that nothing passes.
@@ -955,7 +953,7 @@ struct ChunkBackward {
     }
     if (p.d_initial_state)
       for (int r = 0; r < heads; ++r)
-        write_state(s.dS + s.state * r, p.d_initial_state, task.sequence,
-                    task.value_head_begin + r, p.dim_k, p.dim_v);
+        write_state(s.dS + s.state * r, p.d_initial_state, task.sequence, task.value_head_begin + r,
+                    p.dim_k, p.dim_v);
   }
 };

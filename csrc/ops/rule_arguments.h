@@ -100,7 +100,8 @@ inline void check_rule(const char* op, CheckDevice& device, const RuleArguments&
                   x.A_log ? "given" : "missing", "; they belong together");
   STD_TORCH_CHECK(!x.use_gate || x.g, op, ": use_gate needs g, the raw gate");
   STD_TORCH_CHECK(!x.dt_bias || x.use_gate, op, ": dt_bias is given without use_gate");
-  for (const auto& [name, vector] : {std::pair("A_log", &x.A_log), std::pair("dt_bias", &x.dt_bias)}) {
+  for (const auto& [name, vector] :
+       {std::pair("A_log", &x.A_log), std::pair("dt_bias", &x.dt_bias)}) {
     if (!*vector) continue;
     check_shape(op, name, **vector, {p.value_heads}, "[HV]");
     check_float(op, name, **vector, device);
