@@ -14,7 +14,8 @@ CHUNK = 16  # of the floor below
 
 @dataclass(frozen=True)
 class Case:
-    """One call of the rule, as a model makes it. A `decode` case has one token and a state."""
+    """One call of the rule, as a model makes it. A `decode` case has one token and a state; a
+    `train` case is a forward and a backward pass, with gradients of all inputs."""
 
     name: str
     batch: int
@@ -24,6 +25,7 @@ class Case:
     key_dim: int = 128
     value_dim: int = 128
     decode: bool = False
+    train: bool = False
     strided: bool = False  # q, k, v as views of one [B, D, T] tensor, which is what models pass
     quick: bool = True  # part of --quick
 
@@ -40,10 +42,14 @@ class Case:
     @property
     def flop(self) -> float:
         """The least that the chunked rule does, counting triangles as halves and products that key
-        heads share once: 6 K V + 2 C (K HK / HV + V) per token and value head."""
+        heads share once: 6 K V + 2 C (K HK / HV + V) per token and value head. The backward pass
+        has 8 products with states, two of which make them again: 16 K V + C (6 K + 5 V).
+        """
         k, v = self.key_dim, self.value_dim
         shared = k * self.key_heads / self.value_heads
-        return self.token_heads * (6 * k * v + 2 * CHUNK * (shared + v))
+        forward = 6 * k * v + 2 * CHUNK * (shared + v)
+        backward = 16 * k * v + CHUNK * (6 * k + 5 * v) if self.train else 0
+        return self.token_heads * (forward + backward)
 
     @property
     def state_floats(self) -> int:
@@ -82,6 +88,8 @@ CASES = (
     Case("prefill 1024", 1, 1024, 8, 16),
     Case("prefill 4 x 512", 4, 512, 8, 16, quick=False),
     Case("prefill 1024, dims 64", 1, 1024, 8, 16, key_dim=64, value_dim=64, quick=False),
+    Case("train 1024", 1, 1024, 8, 16, train=True),
+    Case("train 4096", 1, 4096, 16, 32, train=True, quick=False),
     Case("decode 1", 1, 1, 16, 32, decode=True),
     Case("decode 32", 32, 1, 16, 32, decode=True),
 )

@@ -19,6 +19,7 @@ process of its own; the columns with a star) with a malloc that keeps its memory
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import functools
 import json
@@ -53,10 +54,25 @@ def contestants(case: Any) -> dict[str, Callable]:
             OURS: deltanet_ext.recurrent_gated_delta_rule,
             THEIRS: plain(modeling.torch_recurrent_gated_delta_rule),
         }
-    return {
+    functions = {
         OURS: deltanet_ext.chunk_gated_delta_rule,
         THEIRS: plain(modeling.torch_chunk_gated_delta_rule),
     }
+    return {n: trained(f) for n, f in functions.items()} if case.train else functions
+
+
+def trained(function: Callable) -> Callable:
+    """A forward and a backward pass; returns the gradients."""
+
+    def forward_and_backward(**inputs: Any) -> list[Any]:
+        import torch
+
+        differentiable = ("query", "key", "value", "g", "beta")
+        leaves = [inputs[name].detach().requires_grad_() for name in differentiable]
+        out, _ = function(**inputs | dict(zip(differentiable, leaves, strict=True)))
+        return list(torch.autograd.grad(out, leaves, torch.ones_like(out)))
+
+    return forward_and_backward
 
 
 def measure(case: Any, dtype: str, seconds: float, peak: machine.Peak) -> list[dict[str, Any]]:
@@ -88,7 +104,7 @@ def measure(case: Any, dtype: str, seconds: float, peak: machine.Peak) -> list[d
         limit = peak.gflops
     limits: dict[str, list[float]] = {name: [] for name in functions}
     start = time.perf_counter()
-    with torch.inference_mode():
+    with contextlib.nullcontext() if case.train else torch.inference_mode():
         before = limit()
         while time.perf_counter() - start < seconds or len(samples[OURS]) < 5:
             for name, function in functions.items():

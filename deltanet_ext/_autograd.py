@@ -98,7 +98,9 @@ def _transition_backward(
     scale, _, *flags = options
     for grad, values, state in ((grad_M, no_values, identity), (grad_U, value, None)):
         # In the order of this operator's arguments: key, value, g, beta.
-        wanted = [i for i in range(4) if ctx.needs_input_grad[i] and not (i == 1 and state is not None)]
+        wanted = [
+            i for i in range(4) if ctx.needs_input_grad[i] and not (i == 1 and state is not None)
+        ]
         if grad is None or not wanted:
             continue
         inputs = [key, key, values, g, beta, state, cu_seqlens, None, None]

@@ -88,7 +88,9 @@ def recurrent(
             S = torch.addcmul(S, k_t, b_t * (v_t - k_t.mT @ S))  # S + k (b (v - S^T k))^T
             out[rows, t] = scale * (S.mT @ q_t)[..., 0]
         ends.append(S)
-    return out, _final_states(torch.cat(ends) if ends else states, output_final_state, state_v_first)
+    return out, _final_states(
+        torch.cat(ends) if ends else states, output_final_state, state_v_first
+    )
 
 
 def chunked(
@@ -131,7 +133,9 @@ def chunked(
             O, S = _one_chunk(q_c, k_c, v_c, g_c, b_c, S)
             out[rows, start:stop] = scale * O.transpose(1, 2)
         ends.append(S)
-    return out, _final_states(torch.cat(ends) if ends else states, output_final_state, state_v_first)
+    return out, _final_states(
+        torch.cat(ends) if ends else states, output_final_state, state_v_first
+    )
 
 
 def transition(

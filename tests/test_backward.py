@@ -30,9 +30,11 @@ NARROW, NARROW_GATES = 4e-3, 1e-2
 # Below this an error is nothing, whatever it is a part of: gates underflow.
 ABSOLUTE_FLOOR = 1e-30
 
-# Where the plain recurrence itself is off by more than the whole gradient, both are noise: of 1e-9
-# beside others of 1, in dg where identical keys overwrite each other exactly.
-NOISE_FACTOR = 4.0
+# In dg, where keys overwrite each other exactly, terms of the size of other gradients cancel to
+# nearly nothing in the sum over a chunk (by nature, docs/numerics.md), and token by token to less.
+# That holds where the plain recurrence itself is off by more than the whole gradient, and in the
+# cases that amplify one rounding.
+NOISE_FACTOR = 8.0
 
 Gradients = dict[str, Tensor]
 
@@ -92,7 +94,13 @@ def ours(
     return backward(function, leaves(case.inputs(dtype)), *chosen(case, dtype, uses))
 
 
-def judge(got: Gradients, want: Gradients, base: Gradients | None, bounds: Mapping[str, float]) -> None:
+def judge(
+    got: Gradients,
+    want: Gradients,
+    base: Gradients | None,
+    bounds: Mapping[str, float],
+    amplifies: bool = False,
+) -> None:
     """Every gradient within its bound, or twice as far off as the plain recurrence."""
     failures = []
     for name, exact in want.items():
@@ -109,17 +117,21 @@ def judge(got: Gradients, want: Gradients, base: Gradients | None, bounds: Mappi
             bound = max(bound, NARROW)
         if base is not None:
             ratio = rmse_ratio(base[name], exact)
-            bound = max(bound, (NOISE_FACTOR if ratio > 1 else 2) * ratio)
+            noise = name == "g" and (ratio > 1 or amplifies)
+            bound = max(bound, (NOISE_FACTOR if noise else 2) * ratio)
         size = float((grad.double() - exact).square().mean().sqrt()) if grad.numel() else 0.0
         if error > bound and size > ABSOLUTE_FLOOR:
             failures.append(f"d{name}: RMSE ratio {error:.2e} is above {bound:.2e}")
     assert not failures, "; ".join(failures)
 
 
-def judge_fp32(case: Case, function: Callable[..., Any] = CHUNK, uses: str = "output, state") -> None:
+def judge_fp32(
+    case: Case, function: Callable[..., Any] = CHUNK, uses: str = "output, state"
+) -> None:
     want = by_recurrence(case, torch.float32, torch.float64, uses)
     base = by_recurrence(case, torch.float32, torch.float32, uses)
-    judge(ours(case, torch.float32, function, uses), want, base, {"else": FP32_FLOOR})
+    got = ours(case, torch.float32, function, uses)
+    judge(got, want, base, {"else": FP32_FLOOR}, case.amplifies)
 
 
 # ---- right -----------------------------------------------------------------------------
@@ -213,15 +225,19 @@ def test_stress(case: Case) -> None:
     judge_fp32(case)
 
 
+def position(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1])[:, None]
+
+
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "0": torch.zeros_like,
     "-1e-8": lambda x: torch.full_like(x, -1e-8),
     "-5": lambda x: -5 * (1 + 0.1 * x),
     "-16": lambda x: -16 * (1 + 0.1 * x),
     "-20": lambda x: -20 * (1 + 0.1 * x),
-    "1 in 4 -20": lambda x: torch.where(torch.arange(x.shape[1])[:, None] % 4 == 0, -20.0, -0.01 + 0 * x),
-    "half -20, half -0.01": lambda x: torch.where(torch.arange(x.shape[1])[:, None] < 32, -20.0, -0.01 + 0 * x),
-}  # fmt: skip
+    "1 in 4 -20": lambda x: torch.where(position(x) % 4 == 0, -20.0, -0.01 + 0 * x),
+    "half -20, half -0.01": lambda x: torch.where(position(x) < 32, -20.0, -0.01 + 0 * x),
+}
 
 
 @pytest.mark.parametrize("beta", ["sigmoid", "0"])
@@ -302,7 +318,9 @@ def test_the_operator_without_saved_states_runs_the_forward_pass_again() -> None
 
 
 def test_packed_sequences_are_as_if_alone(poison: None) -> None:
-    case = Case("packed grads", T=100, HV=3, K=24, V=40, cu=(0, 17, 17, 50, 90), state=torch.float32)
+    case = Case(
+        "packed grads", T=100, HV=3, K=24, V=40, cu=(0, 17, 17, 50, 90), state=torch.float32
+    )
     args, (d_out, d_state) = case.inputs(), upstream(case, torch.float32)
     got = backward(CHUNK, leaves(args), d_out, d_state)
     assert case.cu is not None
@@ -448,7 +466,9 @@ def test_compile(function: Callable[..., Any]) -> None:
 
 OPCHECK = [
     Case("opcheck grads", B=2, T=20, HK=2, HV=4, K=8, V=12, state=torch.float32),
-    Case("opcheck grads raw", T=9, HV=3, K=5, V=7, raw_gate=True, raw_beta=True, state_v_first=True),
+    Case(
+        "opcheck grads raw", T=9, HV=3, K=5, V=7, raw_gate=True, raw_beta=True, state_v_first=True
+    ),
 ]
 
 
@@ -521,12 +541,15 @@ def test_gradcheck_of_the_inverse() -> None:
 
 def test_a_model_of_transformers_trains_alike() -> None:
     pytest.importorskip("transformers", minversion="5.15")
-    from deltanet_ext.integrations import transformers as switch
     from test_integration_transformers import IDS, build
+
+    from deltanet_ext.integrations import transformers as switch
 
     def losses(switched: bool) -> list[float]:
         model = build("qwen3_5").train()
-        with torch.no_grad():  # with weights as large as there, Adam magnifies rounding within steps
+        with (
+            torch.no_grad()
+        ):  # with weights as large as there, Adam magnifies rounding within steps
             for weight in model.parameters():
                 weight.mul_(0.1 if weight.dim() > 1 else 1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -546,4 +569,7 @@ def test_a_model_of_transformers_trains_alike() -> None:
 
     want, got = losses(False), losses(True)
     assert want[-1] < want[0]
-    assert all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(want, got, strict=True)), (want, got)
+    assert all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(want, got, strict=True)), (
+        want,
+        got,
+    )

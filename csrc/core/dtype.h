@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
+// A copy that is compiled for a newer instruction set must never be the one that the linker keeps
+// for everyone.
+#define DELTANET_ALWAYS_INLINE __attribute__((always_inline)) inline
+
 namespace deltanet {
 
 enum class DType : uint8_t { kFloat32, kFloat64, kBFloat16, kFloat16 };
@@ -13,30 +17,30 @@ constexpr int64_t size_of(DType t) {
   return t == DType::kFloat64 ? 8 : t == DType::kFloat32 ? 4 : 2;
 }
 
-inline float bits_to_float(uint32_t u) {
+DELTANET_ALWAYS_INLINE float bits_to_float(uint32_t u) {
   float x;
   std::memcpy(&x, &u, sizeof x);
   return x;
 }
-inline uint32_t float_to_bits(float x) {
+DELTANET_ALWAYS_INLINE uint32_t float_to_bits(float x) {
   uint32_t u;
   std::memcpy(&u, &x, sizeof u);
   return u;
 }
 
 // bfloat16 is the upper half of a float.
-inline float bf16_to_float(uint16_t h) { return bits_to_float(uint32_t(h) << 16); }
+DELTANET_ALWAYS_INLINE float bf16_to_float(uint16_t h) { return bits_to_float(uint32_t(h) << 16); }
 
 // Round to nearest, ties to even. A NaN stays a (quiet) NaN: rounding its mantissa up could carry
 // into the exponent and make it an infinity or even a zero.
-inline uint16_t float_to_bf16(float x) {
+DELTANET_ALWAYS_INLINE uint16_t float_to_bf16(float x) {
   uint32_t u = float_to_bits(x);
   if ((u & 0x7fffffffu) > 0x7f800000u) return uint16_t((u >> 16) | 0x40);
   u += 0x7fffu + ((u >> 16) & 1u);
   return uint16_t(u >> 16);
 }
 
-inline float f16_to_float(uint16_t h) {
+DELTANET_ALWAYS_INLINE float f16_to_float(uint16_t h) {
   const uint32_t sign = uint32_t(h & 0x8000u) << 16;
   const uint32_t magnitude = h & 0x7fffu;
   if (magnitude >= 0x7c00u)  // infinity or NaN: exponent all ones in both formats
@@ -49,7 +53,7 @@ inline float f16_to_float(uint16_t h) {
 }
 
 // Round to nearest, ties to even; overflow goes to infinity.
-inline uint16_t float_to_f16(float x) {
+DELTANET_ALWAYS_INLINE uint16_t float_to_f16(float x) {
   const uint32_t u = float_to_bits(x);
   const uint16_t sign = uint16_t((u >> 16) & 0x8000u);
   const uint32_t magnitude = u & 0x7fffffffu;
@@ -65,11 +69,9 @@ inline uint16_t float_to_f16(float x) {
   return uint16_t(sign | (shifted - 0x3f000000u));
 }
 
-// Element `index` of an array of any element type. Always inlined: a copy that is compiled for a
-// newer instruction set must never be the one that the linker keeps for everyone.
+// Element `index` of an array of any element type.
 template <class Real>
-__attribute__((always_inline)) inline Real load_element(const void* data, DType dtype,
-                                                        int64_t index) {
+DELTANET_ALWAYS_INLINE Real load_element(const void* data, DType dtype, int64_t index) {
   switch (dtype) {
     case DType::kFloat32:
       return Real(static_cast<const float*>(data)[index]);
@@ -84,8 +86,7 @@ __attribute__((always_inline)) inline Real load_element(const void* data, DType 
 }
 
 template <class Real>
-__attribute__((always_inline)) inline void store_element(void* data, DType dtype, int64_t index,
-                                                         Real x) {
+DELTANET_ALWAYS_INLINE void store_element(void* data, DType dtype, int64_t index, Real x) {
   switch (dtype) {
     case DType::kFloat32:
       static_cast<float*>(data)[index] = float(x);

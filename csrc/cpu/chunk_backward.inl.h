@@ -35,52 +35,69 @@ struct ChunkBackward {
   // Everything of a chunk and value head that depends on neither V nor S. Rows of tokens that do
   // not belong to the piece at hand are zero.
   struct Gates {
-    alignas(64) Real D[C * C];    // e^{G_i - G_j}              j <= i, else 0
-    alignas(64) Real L[C * C];    // b_i (k_i . k_j) D_ij       j <  i, else 0   (3)
-    alignas(64) Real P[C * C];    // scale (q_i . k_j) D_ij     j <= i, else 0
-    alignas(64) Real decay[C];    // e_i = e^{G_i}
-    alignas(64) Real value[C];    // b_i
-    alignas(64) Real key[C];      // b_i e_i
-    alignas(64) Real query[C];    // scale e_i
-    alignas(64) Real update[C];   // f_i = e^{G_C - G_i}
-    Real keep;                    // gamma = e^{G_C}
-    bool inside[C];               // belongs to the piece
+    alignas(64) Real D[C * C];   // e^{G_i - G_j}              j <= i, else 0
+    alignas(64) Real L[C * C];   // b_i (k_i . k_j) D_ij       j <  i, else 0   (3)
+    alignas(64) Real P[C * C];   // scale (q_i . k_j) D_ij     j <= i, else 0
+    alignas(64) Real decay[C];   // e_i = e^{G_i}
+    alignas(64) Real value[C];   // b_i
+    alignas(64) Real key[C];     // b_i e_i
+    alignas(64) Real query[C];   // scale e_i
+    alignas(64) Real update[C];  // f_i = e^{G_C - G_i}
+    Real keep;                   // gamma = e^{G_C}
+    bool inside[C];              // belongs to the piece
   };
 
   struct Scratch {
-    Real *K, *Q, *Vin, *dO;                 // [C, kRow]  rows of the current chunk
-    Real *rk, *rq;                          // [C]        reciprocal norms, or 1
-    Real *KK, *QK;                          // [C, C]     products of the rows, lower blocks only
-    Real *Z, *dV;                           // [C, kRow]  (12), (13)
-    Real *Nf, *dOe, *Ze;                    // [C, kRow]  diag(f) N, diag(s e) dO, diag(b e) Z
-    Real *A, *B, *X2;                       // [C, C]     (15), (16), X + X^T
-    Real *q_past, *k_past, *k_future;       // [C, kRow]  (17)
+    Real *K, *Q;                       // [kSegmentTokens, kRow]  normalized rows
+    Real *rk, *rq;                     // [kSegmentTokens]        reciprocal norms, or 1
+    Real *KK, *QK;                     // [chunks][C, C]  products of rows, lower blocks only
+    Real *Vin, *dO;                    // [C, kRow]  rows of the current chunk
+    Real *Z, *dV;                      // [C, kRow]  (12), (13)
+    Real *Nf, *dOe, *Ze;               // [C, kRow]  diag(f) N, diag(s e) dO, diag(b e) Z
+    Real *A, *B, *X2;                  // [C, C]     (15), (16), X + X^T
+    Real *q_past, *k_past, *k_future;  // [C, kRow]  (17)
+    Real *across, *back;               // [kRow, C]  transposed rows, and products of them
     Gates* gates;
-    Real* states;                           // [chunks][state]  before each chunk of the segment
-    Real* pieces;                           // [C][state]       before each piece of one chunk
-    Real *R, *N;                            // [kSegmentTokens, kRow]  (10)
-    Real *dQ, *dK;                          // [kSegmentTokens, kRow]  sums over value heads
-    Real* dS;                               // [heads][state]   adjoint states
-    size_t state;                           // size of one, tile by tile as in the forward pass
+    Real* states;   // [chunks][state]  before each chunk of the segment
+    Real* pieces;   // [C][state]       before each piece of one chunk
+    Real *R, *N;    // [kSegmentTokens, kRow]  (10)
+    Real *dQ, *dK;  // [kSegmentTokens, kRow]  sums over value heads
+    Real* dS;       // [heads][state]   adjoint states
+    size_t state;   // size of one, tile by tile as in the forward pass
     int heads;
     size_t bytes;
+
+    // The same, with what is kept per chunk beginning at this chunk.
+    Scratch at(int chunk) const {
+      Scratch s = *this;
+      Real** const rows[] = {&s.K, &s.Q, &s.R, &s.N, &s.dQ, &s.dK};
+      for (Real** x : rows) *x += chunk * C * kRow;
+      s.rk += chunk * C;
+      s.rq += chunk * C;
+      s.KK += chunk * C * C;
+      s.QK += chunk * C * C;
+      s.states += state * chunk;
+      return s;
+    }
   };
   static Scratch carve(void* base, int dim_k, int dim_v, int heads) {
     ScratchCarver carver{static_cast<char*>(base)};
     Scratch s;
-    Real** const rows[] = {&s.K,  &s.Q,   &s.Vin, &s.dO,     &s.Z,      &s.dV,
-                           &s.Nf, &s.dOe, &s.Ze,  &s.q_past, &s.k_past, &s.k_future};
+    Real** const rows[] = {&s.Vin, &s.dO,     &s.Z,      &s.dV,       &s.Nf,     &s.dOe,
+                           &s.Ze,  &s.q_past, &s.k_past, &s.k_future, &s.across, &s.back};
     for (Real** x : rows) *x = carver.take<Real>(C * kRow);
-    s.rk = carver.take<Real>(C);
-    s.rq = carver.take<Real>(C);
-    Real** const squares[] = {&s.KK, &s.QK, &s.A, &s.B, &s.X2};
+    s.rk = carver.take<Real>(kSegmentTokens);
+    s.rq = carver.take<Real>(kSegmentTokens);
+    s.KK = carver.take<Real>(kChunks * C * C);
+    s.QK = carver.take<Real>(kChunks * C * C);
+    Real** const squares[] = {&s.A, &s.B, &s.X2};
     for (Real** x : squares) *x = carver.take<Real>(C * C);
     s.gates = carver.take<Gates>(1);
     s.state = size_t(rows_of_state(dim_k)) * round_up(dim_v, W);
     s.heads = heads;
     s.states = carver.take<Real>(s.state * kChunks);
     s.pieces = carver.take<Real>(s.state * C);
-    Real** const of_segment[] = {&s.R, &s.N, &s.dQ, &s.dK};
+    Real** const of_segment[] = {&s.K, &s.Q, &s.R, &s.N, &s.dQ, &s.dK};
     for (Real** x : of_segment) *x = carver.take<Real>(kSegmentTokens * kRow);
     s.dS = carver.take<Real>(s.state * heads);
     s.bytes = carver.used;
@@ -98,13 +115,21 @@ struct ChunkBackward {
   struct Wanted {
     bool query, key, gate, beta;
     explicit Wanted(const Params& p)
-        : query(p.d_query),
-          key(p.d_key),
-          gate(p.d_g || p.d_gate_sums),
-          beta(p.d_beta) {}
+        : query(p.d_query), key(p.d_key), gate(p.d_g || p.d_gate_sums), beta(p.d_beta) {}
     bool from_outputs() const { return query || key || gate; }  // A, (17a)
     bool from_values() const { return key || gate || beta; }    // B
     bool keys() const { return key || gate; }                   // (17b), (17c)
+  };
+
+  struct Segment {
+    int64_t batch, begin, end;  // tokens of a batch row
+    int64_t saved;  // where its start state lies among the saved ones; -1: initial state
+    int chunks() const { return int((end - begin + C - 1) / C); }
+    int64_t start(int chunk) const { return begin + int64_t(chunk) * C; }
+    int count(int chunk) const {
+      const int64_t left = end - start(chunk);
+      return int(left < C ? left : C);
+    }
   };
 
   // ---- small products
@@ -128,61 +153,99 @@ struct ChunkBackward {
         Forward::dot_products(a + i * kRow, b + j * kRow, dim, out + i * C + j);
   }
 
-  // out_ij = a_i . S_{row + j}: rows of a and of the state, both along V. Row r of a tile of the
-  // state is at r * its width.
-  static DELTANET_INLINE void state_dots(const Real* a, const Real* S, int row, int dim_k,
-                                         int columns, Real* out) {
+  // [C, columns] rows to [columns, C], and back. Whole vectors.
+  static DELTANET_INLINE void transpose_block(const Real* from, int from_ld, Real* to, int to_ld) {
+    V block[W];
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) block[i] = X::load(from + i * from_ld);
+    X::transpose(block);
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) X::store(to + i * to_ld, block[i]);
+  }
+  static DELTANET_NOINLINE void transpose_rows(const Real* rows, int columns, Real* to) {
+    for (int c = 0; c < columns; c += W)
+      for (int i = 0; i < C; i += W) transpose_block(rows + i * kRow + c, kRow, to + c * C + i, C);
+  }
+  static DELTANET_NOINLINE void transpose_back(const Real* from, int columns, Real* rows) {
+    for (int c = 0; c < columns; c += W)
+      for (int i = 0; i < C; i += W)
+        transpose_block(from + c * C + i, C, rows + i * kRow + c, kRow);
+  }
+
+  // Register tiles of the products with a transposed state: kCount rows of the state by all tokens
+  // of the chunk. Vectors run along the tokens, so that nothing is summed across lanes.
+  static constexpr int kTokens = C / W;
+  static constexpr int kStateRows = kTokens < 4 ? 12 / kTokens / 4 * 4 : 2;
+
+  // sums += S_r . a over the columns of one tile; kTileColumns 0: as given
+  template <int kCount, int kTileColumns>
+  static DELTANET_INLINE void add_tile(V (&sums)[kCount][kTokens], const Real* S, const Real* a,
+                                       int tile_columns) {
+    const int ld = kTileColumns ? kTileColumns : tile_columns;
+    // The rows that come next: hardware does not see that far from tile to tile.
+#pragma GCC unroll 16
+    for (int r = 0; r < kCount; ++r) __builtin_prefetch(S + (kCount + r) * ld);
+#pragma GCC unroll 4
+    for (int v = 0; v < ld; ++v) {
+      V x[kTokens];
+#pragma GCC unroll 16
+      for (int w = 0; w < kTokens; ++w) x[w] = X::load(a + v * C + w * W);
+#pragma GCC unroll 16
+      for (int r = 0; r < kCount; ++r) {
+        const V entry = X::set1(S[r * ld + v]);
+#pragma GCC unroll 16
+        for (int w = 0; w < kTokens; ++w) sums[r][w] = X::fma(entry, x[w], sums[r][w]);
+      }
+    }
+  }
+  template <int kCount>
+  static DELTANET_INLINE void state_rows_times(const Real* S, int row, int dim_k, const Real* a,
+                                               int columns, const Real* factors, Real* out) {
+    V sums[kCount][kTokens];
+#pragma GCC unroll 16
+    for (int r = 0; r < kCount; ++r)
+#pragma GCC unroll 16
+      for (int w = 0; w < kTokens; ++w) sums[r][w] = X::zero();
+    int c = 0;
+    for (; c + kWidest * W <= columns; c += kWidest * W)
+      add_tile<kCount, kWidest * W>(sums, S + c * dim_k + row * kWidest * W, a + c * C, 0);
+    while (c < columns) {
+      const int tile_columns = Forward::tile_width(columns - c) * W;
+      add_tile<kCount, 0>(sums, S + c * dim_k + row * tile_columns, a + c * C, tile_columns);
+      c += tile_columns;
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kCount; ++r)
+#pragma GCC unroll 16
+      for (int w = 0; w < kTokens; ++w)
+        X::store(out + (row + r) * C + w * W, X::mul(X::load(factors + w * W), sums[r][w]));
+  }
+
+  // out_ik = factor_i a_i . S_k: rows of a and of the state, both along V
+  static DELTANET_NOINLINE void rows_times_transposed_state(const Scratch& s, const Real* a,
+                                                            const Real* S, int dim_k, int columns,
+                                                            const Real* factors, Real* out) {
     if constexpr (W == 1) {
-      for (int i = 0; i < X::kDotRows; ++i)
-        for (int k = 0; k < 4; ++k) {
+      for (int i = 0; i < C; ++i)
+        for (int k = 0; k < dim_k; ++k) {
           double sum = 0;
           for (int c = 0; c < columns;) {
             const int width = Forward::tile_width(columns - c);
             for (int j = 0; j < width; ++j)
-              sum += double(a[i * kRow + c + j]) * S[c * dim_k + (row + k) * width + j];
+              sum += double(a[i * kRow + c + j]) * S[c * dim_k + k * width + j];
             c += width;
           }
-          out[i * kRow + k] = Real(sum);
+          out[i * kRow + k] = Real(factors[i] * sum);
         }
-      return;
+    } else {
+      transpose_rows(a, columns, s.across);
+      int k = 0;
+      for (; k + kStateRows <= dim_k; k += kStateRows)
+        state_rows_times<kStateRows>(S, k, dim_k, s.across, columns, factors, s.back);
+      for (; k < dim_k; k += 4)
+        state_rows_times<4>(S, k, dim_k, s.across, columns, factors, s.back);
+      transpose_back(s.back, round_up(dim_k, W), out);
     }
-    V sums[X::kDotRows * 4];
-#pragma GCC unroll 16
-    for (int i = 0; i < X::kDotRows * 4; ++i) sums[i] = X::zero();
-    int c = 0;
-    for (; c + kWidest * W <= columns; c += kWidest * W) {
-      const Real* tile = S + c * dim_k + row * kWidest * W;
-#pragma GCC unroll 4
-      for (int w = 0; w < kWidest; ++w) {
-        V b[4];
-#pragma GCC unroll 4
-        for (int k = 0; k < 4; ++k) b[k] = X::load(tile + k * kWidest * W + w * W);
-#pragma GCC unroll 4
-        for (int i = 0; i < X::kDotRows; ++i) {
-          const V x = X::load(a + i * kRow + c + w * W);
-#pragma GCC unroll 4
-          for (int k = 0; k < 4; ++k) sums[i * 4 + k] = X::fma(x, b[k], sums[i * 4 + k]);
-        }
-      }
-    }
-    while (c < columns) {
-      const int tile_columns = Forward::tile_width(columns - c) * W;
-      const Real* tile = S + c * dim_k + row * tile_columns;
-      for (int w = 0; w < tile_columns; w += W)
-        for (int i = 0; i < X::kDotRows; ++i) {
-          const V x = X::load(a + i * kRow + c + w);
-          for (int k = 0; k < 4; ++k)
-            sums[i * 4 + k] = X::fma(x, X::load(tile + k * tile_columns + w), sums[i * 4 + k]);
-        }
-      c += tile_columns;
-    }
-    X::store_sums(out, kRow, sums);
-  }
-  static DELTANET_NOINLINE void rows_times_transposed_state(const Real* a, const Real* S, int dim_k,
-                                                            int columns, Real* out) {
-    for (int k = 0; k < dim_k; k += 4)
-      for (int i = 0; i < C; i += X::kDotRows)
-        state_dots(a + i * kRow, S, k, dim_k, columns, out + i * kRow + k);
   }
 
   // ---- once per chunk
@@ -199,17 +262,23 @@ struct ChunkBackward {
         X::store(rows + i * kRow + k, X::mul(r, X::load(rows + i * kRow + k)));
     }
   }
-  static void pack_keys(const Params& p, const Scratch& s, int64_t batch, int64_t t, int64_t head,
-                        int count) {
+  // Rows of K and Q of a whole segment, and their products, which all value heads share.
+  static void pack_segment(const Params& p, const RuleTask& task, const Scratch& s,
+                           const Segment& segment) {
     const int dim = columns_of_rows(p.dim_k);
-    pack_rows<X>(head_rows(p.key, batch, t, head), count, p.dim_k, s.K, kRow, C, dim);
-    normalize(s.K, s.rk, dim, p.l2norm);
-  }
-  static void pack_queries(const Params& p, const Scratch& s, int64_t batch, int64_t t,
-                           int64_t head, int count) {
-    const int dim = columns_of_rows(p.dim_k);
-    pack_rows<X>(head_rows(p.query, batch, t, head), count, p.dim_k, s.Q, kRow, C, dim);
-    normalize(s.Q, s.rq, dim, p.l2norm);
+    for (int chunk = 0; chunk < segment.chunks(); ++chunk) {
+      const int64_t t = segment.start(chunk);
+      const int count = segment.count(chunk);
+      const Scratch at = s.at(chunk);
+      pack_rows<X>(head_rows(p.key, segment.batch, t, task.key_head), count, p.dim_k, at.K, kRow, C,
+                   dim);
+      pack_rows<X>(head_rows(p.query, segment.batch, t, task.key_head), count, p.dim_k, at.Q, kRow,
+                   C, dim);
+      normalize(at.K, at.rk, dim, p.l2norm);
+      normalize(at.Q, at.rq, dim, p.l2norm);
+      lower_products(at.K, at.K, dim, at.KK);
+      lower_products(at.Q, at.K, dim, at.QK);
+    }
   }
 
   // (9), (3) for tokens [first, end) of the chunk. Without queries P is not made.
@@ -248,7 +317,8 @@ struct ChunkBackward {
       const V hi_i = X::set1(hi[i]), lo_i = X::set1(lo[i]);
       const V b = X::set1(beta[i]), factor = X::set1(scale);
       for (int j = 0; j <= i; j += W)
-        X::store(D + j, X::exp_of_sum(X::sub(hi_i, X::load(hi + j)), X::sub(lo_i, X::load(lo + j))));
+        X::store(D + j,
+                 X::exp_of_sum(X::sub(hi_i, X::load(hi + j)), X::sub(lo_i, X::load(lo + j))));
       std::memset(D, 0, sizeof(Real) * first);
       for (int j = i + 1; j < C; ++j) D[j] = 0;
       for (int j = 0; j < C; j += W) {
@@ -274,12 +344,13 @@ struct ChunkBackward {
     template <bool kSubtract, int kRowStep, int kStep>
     static DELTANET_INLINE void add_product(Registers& c, const Real* M, const Real* Y, int begin,
                                             int end) {
-      for (int k = begin; k < end; ++k) {
+      const Real *m = M + begin * kStep, *y = Y + begin * kRow;
+      for (int k = begin; k < end; ++k, m += kStep, y += kRow) {
         V b[kWidth];
-        Base::load_row(b, Y + k * kRow);
+        Base::load_row(b, y);
 #pragma GCC unroll 32
         for (int i = 0; i < kRows; ++i) {
-          const V a = X::set1(M[i * kRowStep + k * kStep]);
+          const V a = X::set1(m[i * kRowStep]);
 #pragma GCC unroll 8
           for (int j = 0; j < kWidth; ++j)
             c[i][j] = kSubtract ? X::fnma(a, b[j], c[i][j]) : X::fma(a, b[j], c[i][j]);
@@ -306,9 +377,11 @@ struct ChunkBackward {
 
     // (10) of the piece: rows of R and N. Rows up to `end` are stored, the padding behind the last
     // token included; rows before `first` belong to earlier pieces.
-    static DELTANET_NOINLINE void new_values(const Scratch& s, const Real* S, const Real* v, Real* R,
-                                             Real* N, Real* Nf, int dim_k, int first, int end) {
+    static DELTANET_NOINLINE void new_values(const Scratch& s, const Real* S, int column, int dim_k,
+                                             int first, int end) {
       const Gates& gates = *s.gates;
+      const Real* const v = s.Vin + column;
+      Real *const R = s.R + column, *const N = s.N + column, *const Nf = s.Nf + column;
       for (int r0 = 0; r0 < C; r0 += kRows) {
         Registers c;
         Base::rows_times_state(c, s.K + r0 * kRow, S, dim_k);
@@ -375,6 +448,7 @@ struct ChunkBackward {
                                             Real* to, int m) {
       V c[kCount][kWidth];
       const V keep = X::set1(s.gates->keep);
+      const Real* const K = s.K + m;
 #pragma GCC unroll 32
       for (int i = 0; i < kCount; ++i)
 #pragma GCC unroll 8
@@ -386,7 +460,7 @@ struct ChunkBackward {
         Base::load_row(b, Nf + t * kRow);
 #pragma GCC unroll 32
         for (int i = 0; i < kCount; ++i) {
-          const V k = X::set1(s.K[t * kRow + m + i]);
+          const V k = X::set1(K[t * kRow + i]);
 #pragma GCC unroll 8
           for (int j = 0; j < kWidth; ++j) c[i][j] = X::fma(k, b[j], c[i][j]);
         }
@@ -415,26 +489,27 @@ struct ChunkBackward {
 #pragma GCC unroll 8
         for (int j = 0; j < kWidth; ++j)
           c[i][j] = X::mul(keep, X::load(dS + (m + i) * kColumns + j * W));
+      const Real *Q = s.Q + m, *dOe = s.dOe + column, *K = s.K + m, *Ze = s.Ze + column;
       if (with_output) {
 #pragma GCC unroll 4
-        for (int t = 0; t < C; ++t) {
+        for (int t = 0; t < C; ++t, Q += kRow, dOe += kRow) {
           V b[kWidth];
-          Base::load_row(b, s.dOe + t * kRow + column);
+          Base::load_row(b, dOe);
 #pragma GCC unroll 32
           for (int i = 0; i < kCount; ++i) {
-            const V q = X::set1(s.Q[t * kRow + m + i]);
+            const V q = X::set1(Q[i]);
 #pragma GCC unroll 8
             for (int j = 0; j < kWidth; ++j) c[i][j] = X::fma(q, b[j], c[i][j]);
           }
         }
       }
 #pragma GCC unroll 4
-      for (int t = 0; t < C; ++t) {
+      for (int t = 0; t < C; ++t, K += kRow, Ze += kRow) {
         V b[kWidth];
-        Base::load_row(b, s.Ze + t * kRow + column);
+        Base::load_row(b, Ze);
 #pragma GCC unroll 32
         for (int i = 0; i < kCount; ++i) {
-          const V k = X::set1(s.K[t * kRow + m + i]);
+          const V k = X::set1(K[i]);
 #pragma GCC unroll 8
           for (int j = 0; j < kWidth; ++j) c[i][j] = X::fnma(k, b[j], c[i][j]);
         }
@@ -460,26 +535,29 @@ struct ChunkBackward {
         for (int j = 0; j < kWidth; ++j)
           c[i][j] = X::add(c[i][j], X::load(from + i * kRow + j * W));
     }
-    static DELTANET_NOINLINE void gradients(const Scratch& s, Real* dQ, Real* dK, int column,
-                                            bool query, bool key) {
+    static DELTANET_NOINLINE void gradients(const Scratch& s, int column, bool query, bool key) {
       for (int r0 = 0; r0 < C; r0 += kRows) {
         const int at = r0 * kRow + column;
         Registers c;
         if (query) {
           load(c, s.q_past + at);
           add_product<false, C, 1>(c, s.A + r0 * C, s.K + column, 0, r0 + kRows);
-          add_rows(c, dQ + at);
-          for (int i = 0; i < kRows; ++i) store(c, dQ + at + i * kRow, i);
+          add_rows(c, s.dQ + at);
+          store_rows(c, s.dQ + at);
         }
         if (key) {
           load(c, s.k_past + at);
           add_rows(c, s.k_future + at);
           add_product<false, 1, C>(c, s.A + r0, s.Q + column, r0, C);
           add_product<false, C, 1>(c, s.X2 + r0 * C, s.K + column, 0, C);
-          add_rows(c, dK + at);
-          for (int i = 0; i < kRows; ++i) store(c, dK + at + i * kRow, i);
+          add_rows(c, s.dK + at);
+          store_rows(c, s.dK + at);
         }
       }
+    }
+    static DELTANET_INLINE void store_rows(const Registers& c, Real* to) {
+#pragma GCC unroll 32
+      for (int i = 0; i < kRows; ++i) store(c, to + i * kRow, i);
     }
     static DELTANET_INLINE void load(Registers& c, const Real* from) {
 #pragma GCC unroll 32
@@ -493,12 +571,11 @@ struct ChunkBackward {
   // compiled for this instruction set.
   struct NewValues {
     const Scratch& s;
-    const Real *S, *v;
-    Real *R, *N;
+    const Real* S;
     int dim_k, first, end;
     template <int kWidth>
     void run(int c) const {
-      Tile<kWidth>::new_values(s, S + c * dim_k, v + c, R + c, N + c, s.Nf + c, dim_k, first, end);
+      Tile<kWidth>::new_values(s, S + c * dim_k, c, dim_k, first, end);
     }
   };
   struct UpdateState {
@@ -533,11 +610,10 @@ struct ChunkBackward {
   };
   struct Gradients {
     const Scratch& s;
-    Real *dQ, *dK;
     bool query, key;
     template <int kWidth>
     void run(int c) const {
-      Tile<kWidth>::gradients(s, dQ, dK, c, query, key);
+      Tile<kWidth>::gradients(s, c, query, key);
     }
   };
   template <int kIndex, class Stage>
@@ -589,43 +665,30 @@ struct ChunkBackward {
   // ---- a whole task
   // -------------------------------------------------------------------------------
 
-  struct Segment {
-    int64_t batch, begin, end;  // tokens of a batch row
-    int64_t saved;              // where its start state lies among the saved ones; -1: initial state
-    int chunks() const { return int((end - begin + C - 1) / C); }
-    int64_t start(int chunk) const { return begin + int64_t(chunk) * C; }
-    int count(int chunk) const {
-      const int64_t left = end - start(chunk);
-      return int(left < C ? left : C);
-    }
-  };
-
   // The segment's forward pass for one head: the state before each chunk, and R and N.
-  static void recompute(const Params& p, const RuleTask& task, const Scratch& s,
+  static void recompute(const Params& p, const RuleTask& task, const Scratch& whole,
                         const Segment& segment, int64_t head) {
     const int dim_k = rows_of_state(p.dim_k), columns = round_up(p.dim_v, W);
     if (segment.saved < 0)
-      read_state(p.initial_state, task.sequence, head, p.dim_k, p.dim_v, s.states);
+      read_state(p.initial_state, task.sequence, head, p.dim_k, p.dim_v, whole.states);
     else
-      read_state(p.states, segment.saved, head, p.dim_k, p.dim_v, s.states);
+      read_state(p.states, segment.saved, head, p.dim_k, p.dim_v, whole.states);
     const int chunks = segment.chunks();
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const int64_t t = segment.start(chunk);
       const int count = segment.count(chunk);
-      pack_keys(p, s, segment.batch, t, task.key_head, count);
+      const Scratch s = whole.at(chunk);
       pack_rows<X>(head_rows(p.value, segment.batch, t, head), count, p.dim_v, s.Vin, kRow, C,
                    columns);
-      lower_products(s.K, s.K, columns_of_rows(p.dim_k), s.KK);
       Real g[C], beta[C];
       load_gates<Real>(p, segment.batch, t, head, count, g, beta);
-      const Real* S = s.states + s.state * chunk;
-      Real* const next = chunk + 1 < chunks ? s.states + s.state * (chunk + 1) : nullptr;
-      Real *const R = s.R + chunk * C * kRow, *const N = s.N + chunk * C * kRow;
+      const Real* S = s.states;
+      Real* const next = chunk + 1 < chunks ? s.states + s.state : nullptr;
       int piece = 0;
       for (int first = 0, last; first < count; first = last, ++piece) {
         last = Forward::end_of_chunk(g, first, count);
         make_gates(s, first, last, g, beta, Real(p.scale), false);
-        for_each_tile(columns, NewValues{s, S, s.Vin, R, N, dim_k, first, last < count ? last : C});
+        for_each_tile(columns, NewValues{s, S, dim_k, first, last < count ? last : C});
         Real* const to = last < count ? s.pieces + s.state * (piece + 1) : next;
         if (to) for_each_tile(columns, UpdateState{s, S, to, dim_k});
         S = to;
@@ -634,14 +697,15 @@ struct ChunkBackward {
   }
 
   // Before each piece of a chunk that positive gates cut: N is known, only the states are not.
-  static void recompute_pieces(const Scratch& s, const Real* S, const Real* N, int count,
-                               const Real* g, const Real* beta, int dim_k, int columns) {
+  static void recompute_pieces(const Scratch& s, int count, const Real* g, const Real* beta,
+                               int dim_k, int columns) {
+    const Real* S = s.states;
     int piece = 0;
     for (int first = 0, last; first < count; first = last, ++piece) {
       last = Forward::end_of_chunk(g, first, count);
       if (last == count) return;
       make_gates(s, first, last, g, beta, 0, false);
-      multiply_rows(s.gates->update, N, columns, s.Nf);
+      multiply_rows(s.gates->update, s.N, columns, s.Nf);
       for_each_tile(columns, UpdateState{s, S, s.pieces + s.state * (piece + 1), dim_k});
       S = s.pieces + s.state * (piece + 1);
     }
@@ -675,10 +739,11 @@ struct ChunkBackward {
   }
 
   // (20)
-  static void beta_gradients(const Scratch& s, const Real* R, int columns, Real* d_beta) {
+  static void beta_gradients(const Scratch& s, int columns, Real* d_beta) {
     for (int i = 0; i < C; ++i)
       if (s.gates->inside[i])
-        d_beta[i] = dot(s.Z + i * kRow, R + i * kRow, columns) + dot(s.B + i * C, s.KK + i * C, C);
+        d_beta[i] =
+            dot(s.Z + i * kRow, s.R + i * kRow, columns) + dot(s.B + i * C, s.KK + i * C, C);
   }
 
   // (21), (22). `through` is <S0, dS>, still without its factor gamma.
@@ -711,69 +776,65 @@ struct ChunkBackward {
 
   // One piece of a chunk, from the adjoint state at its end to that at its start.
   static void run_piece(const Params& p, const Wanted& wanted, const Scratch& s, const Real* S,
-                        Real* dS, const Real* R, const Real* N, Real* dQ, Real* dK, Real* d_g,
-                        Real* d_beta) {
+                        Real* dS, Real* d_g, Real* d_beta) {
     const int dim_k = rows_of_state(p.dim_k), columns = round_up(p.dim_v, W);
     const int dim = columns_of_rows(p.dim_k);
     const Gates& gates = *s.gates;
     const bool with_output = bool(p.grad_output);
     for_each_tile(columns, Reverse{s, dS, dim_k, with_output});
     multiply_rows(gates.query, s.dO, columns, s.dOe);
+    // The sums over value heads lie in an outer cache, and are asked for well before they are used.
+    const int64_t row_bytes = p.dim_k * int64_t(sizeof(Real));
+    for (int i = 0; i < C; ++i) {
+      if (wanted.query) prefetch(s.dQ + i * kRow, row_bytes);
+      if (wanted.key) prefetch(s.dK + i * kRow, row_bytes);
+    }
     Real through = 0;
-    if (wanted.keys()) {
-      rows_times_transposed_state(N, dS, dim_k, columns, s.k_future);
-      multiply_rows(gates.update, s.k_future, dim, s.k_future);
-      rows_times_transposed_state(s.Ze, S, dim_k, columns, s.k_past);
-      for (int i = 0; i < C; ++i)
-        for (int k = 0; k < dim; k += W)
-          X::store(s.k_past + i * kRow + k,
-                   X::sub(X::zero(), X::load(s.k_past + i * kRow + k)));
+    if (wanted.keys()) {  // (17b), (17c)
+      rows_times_transposed_state(s, s.N, dS, dim_k, columns, gates.update, s.k_future);
+      alignas(64) Real factors[C];
+      for (int i = 0; i < C; ++i) factors[i] = -gates.key[i];
+      rows_times_transposed_state(s, s.Z, S, dim_k, columns, factors, s.k_past);
     }
     if (wanted.gate) through = dot(S, dS, int(s.state));
-    if (wanted.query || wanted.gate) rows_times_transposed_state(s.dOe, S, dim_k, columns, s.q_past);
-    if (wanted.from_outputs()) lower_products(s.dO, N, columns, s.A);
-    if (wanted.from_values()) lower_products(s.Z, N, columns, s.B);
+    if (wanted.query || wanted.gate)  // (17a)
+      rows_times_transposed_state(s, s.dO, S, dim_k, columns, gates.query, s.q_past);
+    if (wanted.from_outputs()) lower_products(s.dO, s.N, columns, s.A);
+    if (wanted.from_values()) lower_products(s.Z, s.N, columns, s.B);
     if (wanted.from_outputs() || wanted.from_values()) make_squares(s, Real(p.scale));
     for_each_tile(columns, UpdateAdjoint{s, dS, dim_k, with_output});
     if (wanted.query || wanted.key)
-      for_each_tile(round_up(p.dim_k, W), Gradients{s, dQ, dK, wanted.query, wanted.key});
-    if (wanted.beta) beta_gradients(s, R, columns, d_beta);
+      for_each_tile(round_up(p.dim_k, W), Gradients{s, wanted.query, wanted.key});
+    if (wanted.beta) beta_gradients(s, columns, d_beta);
     if (wanted.gate) gate_gradients(s, dim, through, d_g);
   }
 
   // The chunks of a segment in reverse, for one head.
-  static void reverse(const Params& p, const RuleTask& task, const Wanted& wanted, const Scratch& s,
-                      const Segment& segment, int64_t head, Real* dS) {
+  static void reverse(const Params& p, const RuleTask& task, const Wanted& wanted,
+                      const Scratch& whole, const Segment& segment, int64_t head, Real* dS) {
     const int dim_k = rows_of_state(p.dim_k), columns = round_up(p.dim_v, W);
-    const int dim = columns_of_rows(p.dim_k);
     for (int chunk = segment.chunks() - 1; chunk >= 0; --chunk) {
       const int64_t t = segment.start(chunk);
       const int count = segment.count(chunk);
-      pack_keys(p, s, segment.batch, t, task.key_head, count);
-      pack_queries(p, s, segment.batch, t, task.key_head, count);
+      const Scratch s = whole.at(chunk);
       if (p.grad_output)
         pack_rows<X>(head_rows(p.grad_output, segment.batch, t, head), count, p.dim_v, s.dO, kRow,
                      C, columns);
-      lower_products(s.K, s.K, dim, s.KK);
-      lower_products(s.Q, s.K, dim, s.QK);
       Real g[C], beta[C], d_g[C], d_beta[C];
       load_gates<Real>(p, segment.batch, t, head, count, g, beta);
-      const Real *R = s.R + chunk * C * kRow, *N = s.N + chunk * C * kRow;
-      Real *const dQ = s.dQ + chunk * C * kRow, *const dK = s.dK + chunk * C * kRow;
-      const Real* const S = s.states + s.state * chunk;
 
       int starts[C], pieces = 0;
       for (int first = 0; first < count; first = Forward::end_of_chunk(g, first, count))
         starts[pieces++] = first;
-      if (pieces > 1) recompute_pieces(s, S, N, count, g, beta, dim_k, columns);
+      if (pieces > 1) recompute_pieces(s, count, g, beta, dim_k, columns);
       for (int piece = pieces - 1; piece >= 0; --piece) {
         const int first = starts[piece], last = piece + 1 < pieces ? starts[piece + 1] : count;
         make_gates(s, first, last, g, beta, Real(p.scale), true);
-        run_piece(p, wanted, s, piece ? s.pieces + s.state * piece : S, dS, R, N, dQ, dK, d_g,
-                  d_beta);
+        run_piece(p, wanted, s, piece ? s.pieces + s.state * piece : s.states, dS, d_g, d_beta);
         if (p.d_value)
-          store_rows<X>(s.dV + first * kRow, kRow, head_rows(p.d_value, segment.batch, t + first, head),
-                        last - first, p.dim_v);
+          store_rows<X>(s.dV + first * kRow, kRow,
+                        head_rows(p.d_value, segment.batch, t + first, head), last - first,
+                        p.dim_v);
       }
       if (wanted.gate)
         store_gate_gradients(p, task.sequence, segment.batch, t, head, count, g, d_g);
@@ -793,8 +854,7 @@ struct ChunkBackward {
     for (int i = 0; i < count; ++i) {
       double d = d_g[i];
       if (p.gate_in_kernel) {
-        const int64_t at =
-            batch * p.g.stride[0] + (t + i) * p.g.stride[1] + head * p.g.stride[2];
+        const int64_t at = batch * p.g.stride[0] + (t + i) * p.g.stride[1] + head * p.g.stride[2];
         const double x = load_element<double>(p.g.data, p.g.dtype, at) + bias;
         product += d * double(g[i]);
         // A rate of -inf has gates that nothing passes.
@@ -838,27 +898,22 @@ struct ChunkBackward {
         X::store(d + k, X::mul(factor, X::fnma(along, X::load(y + k), X::load(d + k))));
     }
   }
-  static void store_query_and_key(const Params& p, const RuleTask& task, const Scratch& s,
+  static void store_query_and_key(const Params& p, const RuleTask& task, const Scratch& whole,
                                   const Segment& segment) {
     const int dim = round_up(p.dim_k, W);
     for (int chunk = 0; chunk < segment.chunks(); ++chunk) {
       const int64_t t = segment.start(chunk);
       const int count = segment.count(chunk);
-      Real *const dQ = s.dQ + chunk * C * kRow, *const dK = s.dK + chunk * C * kRow;
+      const Scratch s = whole.at(chunk);
       if (p.d_query) {
-        if (p.l2norm) {
-          pack_queries(p, s, segment.batch, t, task.key_head, count);
-          through_norm(s.Q, s.rq, count, dim, dQ);
-        }
-        store_rows<X>(dQ, kRow, head_rows(p.d_query, segment.batch, t, task.key_head), count,
+        if (p.l2norm) through_norm(s.Q, s.rq, count, dim, s.dQ);
+        store_rows<X>(s.dQ, kRow, head_rows(p.d_query, segment.batch, t, task.key_head), count,
                       p.dim_k);
       }
       if (p.d_key) {
-        if (p.l2norm) {
-          pack_keys(p, s, segment.batch, t, task.key_head, count);
-          through_norm(s.K, s.rk, count, dim, dK);
-        }
-        store_rows<X>(dK, kRow, head_rows(p.d_key, segment.batch, t, task.key_head), count, p.dim_k);
+        if (p.l2norm) through_norm(s.K, s.rk, count, dim, s.dK);
+        store_rows<X>(s.dK, kRow, head_rows(p.d_key, segment.batch, t, task.key_head), count,
+                      p.dim_k);
       }
     }
   }
@@ -868,9 +923,11 @@ struct ChunkBackward {
     const Scratch s = carve(scratch, p.dim_k, p.dim_v, heads);
     const Wanted wanted(p);
     // Vectors also pass over what is above the diagonal, and over columns that no product fills.
-    Real* const squares[] = {s.KK, s.QK, s.A, s.B, s.X2};
+    std::memset(s.KK, 0, sizeof(Real) * kChunks * C * C);
+    std::memset(s.QK, 0, sizeof(Real) * kChunks * C * C);
+    Real* const squares[] = {s.A, s.B, s.X2};
     for (Real* x : squares) std::memset(x, 0, sizeof(Real) * C * C);
-    Real* const rows_of_chunk[] = {s.dO, s.q_past, s.k_past, s.k_future};
+    Real* const rows_of_chunk[] = {s.dO, s.q_past, s.k_past, s.k_future, s.back};
     for (Real* x : rows_of_chunk) std::memset(x, 0, sizeof(Real) * C * kRow);
 
     for (int r = 0; r < heads; ++r)
@@ -886,6 +943,7 @@ struct ChunkBackward {
       const size_t rows = size_t(segment.chunks()) * C * kRow;
       std::memset(s.dQ, 0, sizeof(Real) * rows);
       std::memset(s.dK, 0, sizeof(Real) * rows);
+      pack_segment(p, task, s, segment);
       for (int r = 0; r < heads; ++r) {
         const int64_t head = task.value_head_begin + r;
         recompute(p, task, s, segment, head);
@@ -895,7 +953,7 @@ struct ChunkBackward {
     }
     if (p.d_initial_state)
       for (int r = 0; r < heads; ++r)
-        write_state(s.dS + s.state * r, p.d_initial_state, task.sequence,
-                    task.value_head_begin + r, p.dim_k, p.dim_v);
+        write_state(s.dS + s.state * r, p.d_initial_state, task.sequence, task.value_head_begin + r,
+                    p.dim_k, p.dim_v);
   }
 };

@@ -216,10 +216,9 @@ struct RecurrentForward {
 
     for (int64_t t = begin; t < end; ++t) {
       if (p.saved_states && t > begin && (t - begin) % kSegmentTokens == 0)
-        store_state<X>(
-            state, int(state_ld),
-            head_state(p.saved_states, p.saved_state(batch, t), head, task.column_begin), p.dim_k,
-            columns);
+        store_state<X>(state, int(state_ld),
+                       head_state(p.saved_states, p.saved_state(batch, t), head, task.column_begin),
+                       p.dim_k, columns);
       pack_rows<X>(head_rows(p.key, batch, t, task.key_head), 1, p.dim_k, s.k, kRow, 1, padded_k);
       pack_rows<X>(head_rows(p.query, batch, t, task.key_head), 1, p.dim_k, s.q, kRow, 1, padded_k);
       pack_rows<X>(head_rows(p.value, batch, t, head, task.column_begin), 1, columns, s.v, kRow, 1,

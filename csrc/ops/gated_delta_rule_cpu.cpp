@@ -67,10 +67,9 @@ std::tuple<Tensor, Tensor> gated_delta_rule(const char* op, Forward& forward,
 
   const int64_t out_sizes[] = {p.batch, p.tokens, p.value_heads, int64_t(p.dim_v)};
   const Tensor out = allocate(x.query, {out_sizes, 4}, x.query.scalar_type());
-  const Tensor final_state =
-      x.output_final_state
-          ? new_state(x.key, p.sequences, p.value_heads, x.state_rows(), x.state_columns())
-          : nothing_of(x.key, state_dtype(x.key));
+  const Tensor final_state = x.output_final_state ? new_state(x.key, p.sequences, p.value_heads,
+                                                              x.state_rows(), x.state_columns())
+                                                  : nothing_of(x.key, state_dtype(x.key));
   set_results(out, final_state, x, p);
   if (saved_states) {
     const int64_t sizes[] = {p.batch, p.tokens / kSegmentTokens, p.value_heads, p.dim_k, p.dim_v};
@@ -104,11 +103,10 @@ std::tuple<Tensor, Tensor, Tensor> chunk_gated_delta_rule_forward_saving(
     OptionalTensor initial_state, OptionalTensor cu_seqlens, OptionalTensor A_log,
     OptionalTensor dt_bias, double scale, bool output_final_state, bool use_qk_l2norm,
     bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, bool state_v_first) {
-  return gated_delta_rule_saving(
-      "chunk_gated_delta_rule", cpu::chunk_forward,
-      {query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale,
-       output_final_state, use_qk_l2norm, use_gate, use_beta_sigmoid, allow_neg_eigval,
-       state_v_first});
+  return gated_delta_rule_saving("chunk_gated_delta_rule", cpu::chunk_forward,
+                                 {query, key, value, g, beta, initial_state, cu_seqlens, A_log,
+                                  dt_bias, scale, output_final_state, use_qk_l2norm, use_gate,
+                                  use_beta_sigmoid, allow_neg_eigval, state_v_first});
 }
 
 std::tuple<Tensor, Tensor> recurrent_gated_delta_rule_forward(
@@ -127,11 +125,10 @@ std::tuple<Tensor, Tensor, Tensor> recurrent_gated_delta_rule_forward_saving(
     OptionalTensor initial_state, OptionalTensor cu_seqlens, OptionalTensor A_log,
     OptionalTensor dt_bias, double scale, bool output_final_state, bool use_qk_l2norm,
     bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, bool state_v_first) {
-  return gated_delta_rule_saving(
-      "recurrent_gated_delta_rule", cpu::recurrent_forward,
-      {query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale,
-       output_final_state, use_qk_l2norm, use_gate, use_beta_sigmoid, allow_neg_eigval,
-       state_v_first});
+  return gated_delta_rule_saving("recurrent_gated_delta_rule", cpu::recurrent_forward,
+                                 {query, key, value, g, beta, initial_state, cu_seqlens, A_log,
+                                  dt_bias, scale, output_final_state, use_qk_l2norm, use_gate,
+                                  use_beta_sigmoid, allow_neg_eigval, state_v_first});
 }
 
 // Which gradients are wanted: bit i of an operator's `wanted`, and the i-th of its results.
@@ -139,17 +136,31 @@ enum Gradient { kQuery, kKey, kValue, kG, kBeta, kInitialState, kALog, kDtBias }
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-Gradients chunk_gated_delta_rule_backward(
-    OptionalTensor grad_out, OptionalTensor grad_final_state, Tensor query, Tensor key,
-    Tensor value, OptionalTensor g, OptionalTensor beta, OptionalTensor initial_state,
-    OptionalTensor cu_seqlens, OptionalTensor A_log, OptionalTensor dt_bias,
-    OptionalTensor saved_states, double scale, bool use_qk_l2norm, bool use_gate,
-    bool use_beta_sigmoid, bool allow_neg_eigval, bool state_v_first, int64_t wanted) {
+Gradients chunk_gated_delta_rule_backward(OptionalTensor grad_out, OptionalTensor grad_final_state,
+                                          Tensor query, Tensor key, Tensor value, OptionalTensor g,
+                                          OptionalTensor beta, OptionalTensor initial_state,
+                                          OptionalTensor cu_seqlens, OptionalTensor A_log,
+                                          OptionalTensor dt_bias, OptionalTensor saved_states,
+                                          double scale, bool use_qk_l2norm, bool use_gate,
+                                          bool use_beta_sigmoid, bool allow_neg_eigval,
+                                          bool state_v_first, int64_t wanted) {
   const char* op = "chunk_gated_delta_rule_backward";
-  const RuleArguments x{query,   key,  value,         g,        beta,
-                        initial_state, cu_seqlens,    A_log,    dt_bias,
-                        scale,   true, use_qk_l2norm, use_gate, use_beta_sigmoid,
-                        allow_neg_eigval, state_v_first};
+  const RuleArguments x{query,
+                        key,
+                        value,
+                        g,
+                        beta,
+                        initial_state,
+                        cu_seqlens,
+                        A_log,
+                        dt_bias,
+                        scale,
+                        true,
+                        use_qk_l2norm,
+                        use_gate,
+                        use_beta_sigmoid,
+                        allow_neg_eigval,
+                        state_v_first};
   const std::vector<int64_t> starts = host_cu_seqlens(op, cu_seqlens, key);
   GatedDeltaRuleBackwardParams p;
   static_cast<GatedDeltaRuleParams&>(p) =
