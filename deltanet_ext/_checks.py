@@ -491,7 +491,9 @@ def _kind(x: Any) -> str:
         return f"{x!r} ({type(x).__name__})"
     kind = type(x)
     # NumPy has a bool of its own.
-    return f"a {kind.__module__}.{kind.__name__}" if kind.__name__ == "bool" else f"a {kind.__name__}"
+    return (
+        f"a {kind.__module__}.{kind.__name__}" if kind.__name__ == "bool" else f"a {kind.__name__}"
+    )
 
 
 def _shape(x: Tensor) -> str:

@@ -640,9 +640,7 @@ def test_float64_stays_on_the_cpu(function: Callable[..., Any], cuda_kernels: No
 
 
 @pytest.mark.parametrize("function", [CHUNK, RECURRENT])
-def test_gradients_on_cuda_are_not_built(
-    function: Callable[..., Any], cuda_kernels: None
-) -> None:
+def test_gradients_on_cuda_are_not_built(function: Callable[..., Any], cuda_kernels: None) -> None:
     args = on_cuda(good())
     args["value"].requires_grad_()
     text = "deltanet_ext: gradients are built for cpu only, and a tensor on cuda:0 requires grad"
