@@ -368,6 +368,8 @@ KERNEL_SOURCES = (
     "csrc/cuda/gate_cumsum.cu",
     "csrc/cuda/recurrent_forward.cu",
     "csrc/cuda/simt_forward.cu",
+    "csrc/cuda/tensor_core.cu",
+    *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc/cuda/tensor_core").glob("*.cu")),
     "csrc/cuda/triangular_inverse.cu",
     "tests/ptx_emulator/operators/reads_too_far.cu",
 )
@@ -377,6 +379,7 @@ OPERATOR_SOURCES = (
     "csrc/ops/triangular_inverse_cuda.cpp",
     "tests/ptx_emulator/operators/gate_cumsum.cpp",
     "tests/ptx_emulator/operators/reads_too_far.cpp",
+    "tests/ptx_emulator/operators/tensor_core.cpp",
 )
 EMULATED_NAMESPACE = "deltanet_ext_emulated"
 

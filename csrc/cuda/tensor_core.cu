@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/tensor_core.h"
+
+#include <stdexcept>
+
+#include "cuda/launch.cuh"
+#include "cuda/tensor_core/layout.cuh"
+
+namespace deltanet::cuda::tensor_core {
+namespace {
+
+size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+struct Device {
+  int capability, processors, shared;  // major * 10 + minor; SMs; opt-in bytes of a block
+};
+Device current_device() {
+  const auto attribute = [](cudaDeviceAttr a, int device) {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, a, device), "tensor_core: device attributes");
+    return value;
+  };
+  int device = 0;
+  check(cudaGetDevice(&device), "tensor_core: current device");
+  return {attribute(cudaDevAttrComputeCapabilityMajor, device) * 10 +
+              attribute(cudaDevAttrComputeCapabilityMinor, device),
+          attribute(cudaDevAttrMultiProcessorCount, device),
+          attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)};
+}
+
+// The instances of one element type and bucket of K.
+struct Kernels {
+  void (*prepare)(const Params&, cudaStream_t);
+  void (*scan_output)(const Params&, cudaStream_t);
+  int64_t (*shared_bytes)(int warps);
+};
+template <class Element, int kK, Precision kPrecision>
+Kernels kernels_of() {
+  return {prepare<Element, kK>, scan_output<Element, kK, kPrecision>,
+          scan_output_shared_bytes<Element, kK, kPrecision>};
+}
+template <class Element, int kK>
+Kernels kernels_of(Precision precision) {
+  return precision == Precision::kExact ? kernels_of<Element, kK, Precision::kExact>()
+                                        : kernels_of<Element, kK, Precision::kFast>();
+}
+Kernels kernels_of(const RuleParams& p, Precision precision) {
+  if (p.key.dtype == DType::kBFloat16)
+    return p.dim_k <= 64 ? kernels_of<bf16, 64>(precision) : kernels_of<bf16, 128>(precision);
+  return p.dim_k <= 64 ? kernels_of<fp16, 64>(precision) : kernels_of<fp16, 128>(precision);
+}
+
+// Rows of 16-bit elements that cp.async can copy: contiguous, each at a multiple of 16 bytes.
+template <class AnyView>
+bool has_aligned_rows(const AnyView& x, int64_t batch, int64_t tokens, int64_t heads, int dim) {
+  const int64_t sizes[] = {batch, tokens, heads};
+  for (int i = 0; i < 3; ++i)
+    if (sizes[i] > 1 && x.stride[i] % 8 != 0) return false;
+  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && (x.stride[3] == 1 || dim == 1);
+}
+
+int columns_of(int warps) { return warps * kWarpColumns; }
+
+// As many columns of V as share a block: 64, or 32 where blocks would fill less than half of the
+// device. Wider blocks read q, k, T, P less often, narrower ones are more.
+int choose_warps(const RuleParams& p, const Options& options, const Device& device) {
+  if (options.warps) return options.warps;
+  int warps = 4;
+  const auto blocks = [&](int w) {
+    return p.sequences * p.value_heads * ((p.dim_v + columns_of(w) - 1) / columns_of(w));
+  };
+  while (warps > 1 && columns_of(warps / 2) >= p.dim_v) warps /= 2;
+  if (warps == 4 && 2 * blocks(4) <= device.processors) warps = 2;
+  return warps;
+}
+
+// Few blocks for short runs, so that keys are multiplied once; more where the device would idle.
+int choose_heads_per_block(const RuleParams& p, int64_t chunks, const Device& device) {
+  const int64_t group = p.value_heads / p.key_heads;
+  constexpr int kBlocksPerProcessor = 4;
+  int64_t heads = group;
+  while (heads > 1 && chunks * p.key_heads * ((group + heads - 1) / heads) <
+                          int64_t(device.processors) * kBlocksPerProcessor)
+    heads = (heads + 1) / 2;
+  return int(heads);
+}
+
+int record_bytes_of(const RuleParams& p, Precision precision) {
+  return Record::bytes(precision, p.query.data != nullptr);
+}
+
+}  // namespace
+
+bool supports(const RuleParams& p) {
+  if (p.key.dtype != DType::kBFloat16 && p.key.dtype != DType::kFloat16) return false;
+  if (p.dim_k > 128 || p.tokens > 0x7fffffff) return false;
+  if (p.initial_state && p.initial_state.dtype == DType::kFloat64) return false;
+  const auto aligned_keys = [&](const View<4>& x) {
+    return has_aligned_rows(x, p.batch, p.tokens, p.key_heads, p.dim_k);
+  };
+  if (!aligned_keys(p.key) || (p.query && !aligned_keys(p.query))) return false;
+  if (p.value && !has_aligned_rows(p.value, p.batch, p.tokens, p.value_heads, p.dim_v))
+    return false;
+  if (p.output && p.output.stride[3] != 1 && p.dim_v > 1) return false;
+  const Device device = current_device();
+  return device.capability >= 80 &&
+         kernels_of(p, Precision::kExact).shared_bytes(4) <= device.shared;
+}
+
+size_t workspace_bytes(const RuleParams& p, const Options& options) {
+  const size_t records = size_t(max_chunks(p, kChunk)) * size_t(p.value_heads) *
+                         size_t(record_bytes_of(p, options.precision));
+  return chunk_table_bytes(p, kChunk) + aligned(records);
+}
+
+void forward(const RuleParams& rule, void* workspace, cudaStream_t stream, const Options& options) {
+  if (rule.sequences == 0 || rule.value_heads == 0) return;
+  const Device device = current_device();
+  const Kernels kernels = kernels_of(rule, options.precision);
+  Params p;
+  p.rule = rule;
+  p.precision = options.precision;
+  p.chunks = max_chunks(rule, kChunk);
+  p.record_bytes = record_bytes_of(rule, options.precision);
+  p.records = static_cast<unsigned char*>(workspace) + chunk_table_bytes(rule, kChunk);
+  p.heads_per_block = choose_heads_per_block(rule, p.chunks, device);
+  p.warps = choose_warps(rule, options, device);
+  p.output_pieces =
+      has_aligned_rows(rule.output, rule.batch, rule.tokens, rule.value_heads, rule.dim_v);
+  p.segment_chunks = p.chunks;
+  p.table = build_chunk_table(rule, kChunk, workspace, stream);
+  kernels.prepare(p, stream);
+  kernels.scan_output(p, stream);
+}
+
+}  // namespace deltanet::cuda::tensor_core
