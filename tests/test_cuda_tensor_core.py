@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -125,7 +125,6 @@ def run(x: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
         options.pop("fast", False),
         options.pop("warps", 0),
         options.pop("segment_chunks", 0),
-        *options,
     )
 
 
@@ -173,6 +172,21 @@ CASES = [
     Case("wandering-identical", T=100, g="wandering", keys="identical", HV=1),
     Case("jump", g="jump", HV=1),
     Case("packed-wandering", T=150, g="wandering", cu=(0, 30, 150)),
+    # Head dims: buckets of 64 and 128, masked tails, several blocks of columns.
+    Case("k64-v64", T=77, K=64, V=64),
+    Case("k16-v8", T=77, K=16, V=8),
+    Case("k96-v256", T=70, K=96, V=256, HV=1),
+    Case("k40-v72", T=70, K=40, V=72, HV=1),
+    # fp16: terms of states and new values are taken of scaled rows.
+    Case("fp16", dtype=FP16),
+    Case("fp16-k64", T=77, dtype=FP16, K=64, V=64),
+    Case("fp16-narrow", T=77, dtype=FP16, gates=FP16, state=FP16),
+    Case("fp16-strong-gates", T=77, dtype=FP16, g="strong"),
+    Case("fp16-wandering", T=100, dtype=FP16, g="wandering", HV=1),
+    Case(
+        "fp16-identical", dtype=FP16, keys="identical", g="zero", beta=1.999, state_error=3e-4, HV=1
+    ),
+    Case("fp16-without-l2norm", T=77, dtype=FP16, l2norm=False),
 ]
 
 
@@ -189,6 +203,96 @@ def test_schedules_change_nothing():
         with emulated.schedule(seed):
             for name, a, b in zip(("output", "state"), run(x), want, strict=True):
                 assert_same_bits(a, b, f"{name}, schedule {seed}")
+
+
+FAST = [
+    Case("fast", g="zero"),
+    Case("fast-k64", T=77, K=64, V=64),
+    Case("fast-correlated", keys="correlated", g="zero", beta=0.95),
+    Case("fast-fp16", T=77, dtype=FP16),
+    Case("fast-fp16-k64", T=77, dtype=FP16, K=64, V=64),
+]
+
+
+@pytest.mark.parametrize("case", FAST, ids=str)
+def test_fast_is_nearly_as_good_as_rounding(case):
+    x = case.inputs()
+    out, state = run(x, fast=True)
+    want, want_state = expected(x)
+    assert rmse_ratio(out, want) <= 2.5e-3
+    assert rmse_ratio(state, want_state) <= 2e-3
+
+
+@pytest.mark.parametrize("size", [1e4, 1e-6])
+def test_fp16_states_far_outside_the_range_of_fp16(size):
+    x = Case("far", T=100, dtype=FP16, HV=1).inputs()
+    x["initial_state"] = x["initial_state"].double() * size
+    x["initial_state"] = x["initial_state"].float()
+    x["scale"] = 0.1 / max(size, 1.0)
+    assert_right(run(x), x, 1e-5)
+
+
+def test_rows_with_gaps_and_unaligned_dims():
+    """Views of one projection; K = 100 and V = 20 in rows of 104 and 24."""
+    gen = torch.Generator().manual_seed(5)
+    T, HK, HV, K, V = 70, 1, 2, 100, 20
+    rows = torch.randn(1, T, 2 * HK * 104 + HV * 24, generator=gen).bfloat16()
+    query, key, value = rows.split([HK * 104, HK * 104, HV * 24], dim=-1)
+    x = Case("gaps", T=T, HK=HK, HV=HV, K=K, V=V, state_v_first=True).inputs()
+    x["query"] = query.unflatten(-1, (HK, 104))[..., :K]
+    x["key"] = key.unflatten(-1, (HK, 104))[..., :K]
+    x["value"] = value.unflatten(-1, (HV, 24))[..., :V]
+    x["g"] = x["g"].mT.contiguous().mT  # heads first
+    x["beta"] = x["beta"][:, :, :1].expand(-1, -1, HV)
+    assert_right(run(x), x, 1e-5)
+
+
+SEGMENTED = [
+    *(Case(f"segments-{g}", T=460, HV=1, g=g) for g in ("zero", "model")),
+    Case("segments-batch", B=2, T=200, HV=2),
+    Case("segments-packed", T=420, HV=1, cu=(0, 30, 30, 330, 400)),
+    Case("segments-k40-v72", T=300, HV=1, K=40, V=72, state=None),
+    Case("segments-fp16", T=300, HV=1, dtype=FP16),
+    Case("segments-wandering", T=200, HV=1, g="wandering"),
+]
+
+
+@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize("case", SEGMENTED, ids=str)
+def test_segments(case, length):
+    x = case.inputs()
+    assert_right(run(x, segment_chunks=length), x, 2e-5)
+
+
+def test_segments_with_a_weak_gate_count_the_initial_state_once():
+    x = Case("weak", T=300, HV=1, g="zero").inputs()
+    x["g"] = x["g"] - 1e-3
+    x["initial_state"] = 100 * x["initial_state"]
+    assert_right(run(x, segment_chunks=1), x, 2e-5)
+
+
+@pytest.mark.parametrize("segment_chunks", [0, 2])
+def test_transition(segment_chunks):
+    """Equation (8): U from the zero state, M from I without values, states only."""
+    case = Case("transition", T=300, HV=2, V=72, state=None)
+    x = case.inputs()
+    want_M, want_U = reference.transition(
+        *(x[n].double() for n in ("key", "value", "g", "beta")), use_qk_l2norm_in_kernel=True
+    )
+    options = {"state_only": True, "segment_chunks": segment_chunks}
+    _, U = run(x, **options)
+    _, M = run({**x, "value": None}, heads=case.HV, dim_v=case.K, **options)
+    assert rmse_ratio(U, want_U) <= 2e-5
+    assert rmse_ratio(M, want_M) <= 2e-5
+
+
+def test_schedules_change_no_segment():
+    x = Case("segment-schedules", T=200, HV=1).inputs()
+    want = run(x, segment_chunks=1)
+    for seed in (1, 2, 3):
+        with emulated.schedule(seed):
+            for a, b in zip(run(x, segment_chunks=1), want, strict=True):
+                assert_same_bits(a, b, f"schedule {seed}")
 
 
 @pytest.mark.parametrize("g", ["model", "wandering"])

@@ -131,21 +131,23 @@ __device__ __forceinline__ void split(float x, float y, uint32_t (&term)[kTerms]
     y -= taken.y;
   }
 }
-// The same with a truncated first term: one bit less. Its point is to be different. Where a value
-// is split twice far apart, ptxas would recognize the second split and keep the first one's terms
-// in registers between (64 of them for the state; asm volatile does not help).
+// The same by other roundings: a lone term is rounded half away from zero, a first one of several
+// truncated (one bit less). The point is to be different. Where a value is split twice far apart,
+// ptxas would recognize the second split and keep the first one's terms in registers between (64 of
+// them for the state; asm volatile does not help).
 template <class Element, int kTerms>
-__device__ __forceinline__ void split_truncating(float x, float y, uint32_t (&term)[kTerms]) {
+__device__ __forceinline__ void split_otherwise(float x, float y, uint32_t (&term)[kTerms]) {
   constexpr uint32_t kKept = std::is_same_v<Element, bf16> ? 0xffff0000u : 0xffffe000u;
-  const float first_x = __uint_as_float(__float_as_uint(x) & kKept);
-  const float first_y = __uint_as_float(__float_as_uint(y) & kKept);
+  constexpr uint32_t kHalf = kTerms == 1 ? (~kKept + 1) / 2 : 0;
+  const uint32_t kept_x = (__float_as_uint(x) + kHalf) & kKept;
+  const uint32_t kept_y = (__float_as_uint(y) + kHalf) & kKept;
+  const float2 first = make_float2(__uint_as_float(kept_x), __uint_as_float(kept_y));
   if constexpr (std::is_same_v<Element, bf16>)
-    term[0] = __byte_perm(__float_as_uint(x), __float_as_uint(y), 0x7632);
+    term[0] = __byte_perm(kept_x, kept_y, 0x7632);
   else
-    term[0] = pack<Element>(first_x, first_y);
+    term[0] = pack<Element>(first.x, first.y);
   if constexpr (kTerms > 1) {
-    const float2 taken =
-        std::is_same_v<Element, bf16> ? make_float2(first_x, first_y) : unpack<Element>(term[0]);
+    const float2 taken = std::is_same_v<Element, bf16> ? first : unpack<Element>(term[0]);
     uint32_t rest[kTerms - 1];
     split<Element, kTerms - 1>(x - taken.x, y - taken.y, rest);
 #pragma unroll
@@ -153,7 +155,7 @@ __device__ __forceinline__ void split_truncating(float x, float y, uint32_t (&te
   }
 }
 // Accumulators of two neighbouring n-tiles to an A operand in kTerms terms.
-template <class Element, int kTerms, bool kTruncate = false>
+template <class Element, int kTerms, bool kOtherwise = false>
 __device__ __forceinline__ void to_operand(const Accumulator& left, const Accumulator& right,
                                            uint32_t (&a)[kTerms][4]) {
 #pragma unroll
@@ -161,8 +163,8 @@ __device__ __forceinline__ void to_operand(const Accumulator& left, const Accumu
     const float* c = (r & 2) ? right : left;
     const float x = c[(r & 1) * 2], y = c[(r & 1) * 2 + 1];
     uint32_t term[kTerms];
-    if constexpr (kTruncate)
-      split_truncating<Element, kTerms>(x, y, term);
+    if constexpr (kOtherwise)
+      split_otherwise<Element, kTerms>(x, y, term);
     else
       split<Element, kTerms>(x, y, term);
 #pragma unroll

@@ -5,6 +5,7 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/tensor_core/layout.cuh"
+#include "cuda/tensor_core/segments.cuh"
 
 namespace deltanet::cuda::tensor_core {
 namespace {
@@ -89,6 +90,49 @@ int record_bytes_of(const RuleParams& p, Precision precision) {
   return Record::bytes(precision, p.query.data != nullptr);
 }
 
+// Chunks in a segment; sequences of up to so many are not cut.
+//
+// The maps cost about as much as the pass itself (1.25 times its mma beside 1, at the width of the
+// pass), so segments pay where they double the blocks that run, or more: where those of whole
+// sequences fill less than half of the device. As many segments as fill it, of 8 chunks or more: a
+// composition costs about a chunk. The choice depends on N, HV, V, T and the device alone, never on
+// what cu_seqlens holds.
+int64_t choose_segment_chunks(const RuleParams& p, const Options& options, int warps,
+                              const Device& device) {
+  const int64_t chunks = (p.tokens + kChunk - 1) / kChunk;
+  if (options.segment_chunks > 0) return options.segment_chunks;
+  constexpr int64_t kFewestChunks = 8;
+  const int64_t blocks =
+      p.sequences * p.value_heads * ((p.dim_v + columns_of(warps) - 1) / columns_of(warps));
+  const int64_t wanted = blocks > 0 ? device.processors / blocks : 1;
+  if (options.segment_chunks < 0 || wanted < 2 || chunks < 2 * kFewestChunks)
+    return chunks > 0 ? chunks : 1;
+  const int64_t length = (chunks + wanted - 1) / wanted;
+  return length > kFewestChunks ? length : kFewestChunks;
+}
+
+// How a call runs, and where its parts of the workspace lie.
+struct Plan {
+  int warps;
+  int64_t segment_chunks, segments;
+  size_t records, maps, starts, bytes;  // offsets, and the end
+
+  Plan(const RuleParams& p, const Options& options, const Device& device) {
+    warps = choose_warps(p, options, device);
+    segment_chunks = choose_segment_chunks(p, options, warps, device);
+    const int64_t chunks = (p.tokens + kChunk - 1) / kChunk;
+    segments = chunks > segment_chunks ? (chunks + segment_chunks - 1) / segment_chunks : 1;
+    const size_t keys = size_t(p.sequences) * size_t(p.value_heads);
+    records = chunk_table_bytes(p, kChunk);
+    maps = records + aligned(size_t(max_chunks(p, kChunk)) * size_t(p.value_heads) *
+                             size_t(record_bytes_of(p, options.precision)));
+    starts = maps + aligned(size_t(segments - 1) * keys * p.dim_k * p.dim_k * sizeof(float));
+    bytes =
+        starts +
+        (segments > 1 ? aligned(size_t(segments) * keys * p.dim_k * p.dim_v * sizeof(float)) : 0);
+  }
+};
+
 }  // namespace
 
 bool supports(const RuleParams& p) {
@@ -108,28 +152,37 @@ bool supports(const RuleParams& p) {
 }
 
 size_t workspace_bytes(const RuleParams& p, const Options& options) {
-  const size_t records = size_t(max_chunks(p, kChunk)) * size_t(p.value_heads) *
-                         size_t(record_bytes_of(p, options.precision));
-  return chunk_table_bytes(p, kChunk) + aligned(records);
+  return Plan(p, options, current_device()).bytes;
 }
 
 void forward(const RuleParams& rule, void* workspace, cudaStream_t stream, const Options& options) {
   if (rule.sequences == 0 || rule.value_heads == 0) return;
   const Device device = current_device();
+  const Plan plan(rule, options, device);
   const Kernels kernels = kernels_of(rule, options.precision);
+  auto* const memory = static_cast<unsigned char*>(workspace);
   Params p;
   p.rule = rule;
   p.precision = options.precision;
   p.chunks = max_chunks(rule, kChunk);
   p.record_bytes = record_bytes_of(rule, options.precision);
-  p.records = static_cast<unsigned char*>(workspace) + chunk_table_bytes(rule, kChunk);
+  p.records = memory + plan.records;
   p.heads_per_block = choose_heads_per_block(rule, p.chunks, device);
-  p.warps = choose_warps(rule, options, device);
+  p.warps = plan.warps;
   p.output_pieces =
       has_aligned_rows(rule.output, rule.batch, rule.tokens, rule.value_heads, rule.dim_v);
-  p.segment_chunks = p.chunks;
-  p.table = build_chunk_table(rule, kChunk, workspace, stream);
+  p.segments = plan.segments;
+  p.segment_chunks = plan.segment_chunks;
+  p.table = build_chunk_table(rule, kChunk, memory, stream);
   kernels.prepare(p, stream);
+  if (p.segments > 1) {
+    p.maps = reinterpret_cast<float*>(memory + plan.maps);
+    p.starts = reinterpret_cast<float*>(memory + plan.starts);
+    p.making_maps = true;
+    kernels.scan_output(p, stream);
+    p.making_maps = false;
+    scan_segments(p, stream);
+  }
   kernels.scan_output(p, stream);
 }
 

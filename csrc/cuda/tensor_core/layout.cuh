@@ -68,13 +68,17 @@ struct Params {
   // prepare: value heads of one key head that a block handles.
   int heads_per_block = 1;
 
-  // scan_output: segments of a sequence that run in parallel, and chunks in each. With segments,
-  // the states lie in arrays of their own; see segments.cuh.
+  // scan_output: 16 columns of V for each warp of a block.
   int warps = 4;
+
+  // Segments of a sequence, which run in parallel, and chunks in each of them: segments.cuh. Slot s
+  // of maps is the M of segment s; slot s of starts is first the U of segment s - 1, then the state
+  // that segment s starts from.
   int64_t segments = 1;
   int64_t segment_chunks = 0;
-  int64_t initial_segment_stride = 0;  // elements, between the segments' initial states
-  int64_t final_segment_stride = 0;    // 0: only the last segment of a sequence writes its state
+  bool making_maps = false;  // scan_output makes M and U; else it reads starts, if any
+  float* maps = nullptr;     // [segments - 1, N, HV, K, K]
+  float* starts = nullptr;   // [segments, N, HV, K, V]; null: one segment
 };
 
 __device__ __forceinline__ unsigned char* record_of(const Params& p, int64_t chunk, int64_t head) {

@@ -37,7 +37,7 @@ struct ScanTraits {
   static constexpr bool kScaled = std::is_same_v<Element, fp16>;
   // A bound near what is really live. With 255 allowed, ptxas hoists address arithmetic until it
   // has to spill some of it.
-  static constexpr int kMaxRegisters = kK == 64 ? 128 : 168;
+  static constexpr int kMaxRegisters = kK == 64 ? 128 : kScaled || !kExact ? 184 : 160;
   using Tile = SwizzledTile<kK * 2>;
   using VTile = SwizzledTile<kWarpColumns * 2>;
   using Blocks = LowerBlocks<kChunk>;
@@ -115,6 +115,8 @@ struct ScanOutput {
   Shared& s;
   int warp, row, pair;  // row = lane / 4, pair = lane % 4 of the fragments
   int v_first;          // the block's first column of V
+  bool is_M;            // a map's M: v = 0 and columns of I instead of columns of V
+  int dim_v;
   int64_t head, key_head, sequence, segment, first_chunk;
   Sequence tokens;
   uint32_t k_a, k_b, q_b, v_b, t_b, p_b;  // this lane's ldmatrix address in each tile
@@ -127,10 +129,15 @@ struct ScanOutput {
     pair = lane % 4;
     // Column tiles of one head are neighbours: they find q, k, T in L2.
     const int columns = p.warps * kWarpColumns;
-    const int column_tiles = (p.rule.dim_v + columns - 1) / columns;
+    const int value_tiles = (p.rule.dim_v + columns - 1) / columns;
+    const int map_tiles = p.making_maps ? (p.rule.dim_k + columns - 1) / columns : 0;
     int64_t block = blockIdx.x;
-    v_first = int(block % column_tiles) * columns;
-    block /= column_tiles;
+    int tile = int(block % (value_tiles + map_tiles));
+    block /= value_tiles + map_tiles;
+    is_M = tile >= value_tiles;
+    if (is_M) tile -= value_tiles;
+    dim_v = is_M ? p.rule.dim_k : p.rule.dim_v;
+    v_first = tile * columns;
     head = block % p.rule.value_heads;
     block /= p.rule.value_heads;
     sequence = block % p.rule.sequences;
@@ -194,13 +201,13 @@ struct ScanOutput {
     load_linear(smem_address(&s.gates[chunk & 1]), record(chunk), sizeof(s.gates[0]));
   }
   __device__ __forceinline__ void load_q(int64_t chunk) const {
-    if (p.rule.query.data) load_rows(smem_address(s.q), p.rule.query, chunk);
+    if (p.rule.query.data && !p.making_maps) load_rows(smem_address(s.q), p.rule.query, chunk);
   }
   __device__ __forceinline__ void load_v_t_p(int64_t chunk) const {
     const auto& x = p.rule.value;
     const int thread = fresh_thread(), pieces = 2 * p.warps, piece = thread % pieces;
     const int r = thread / pieces, column = v_first + piece * 8;  // 16 rows at a time
-    const int bytes = x.data ? bytes_left(p.rule.dim_v - column) : 0;
+    const int bytes = x.data && !is_M ? bytes_left(dim_v - column) : 0;
     const int64_t left = left_from(chunk);
     const auto* from = static_cast<const Element*>(x.data) + tokens.batch * x.stride[0] +
                        (tokens.begin + chunk * C + r) * x.stride[1] + head * x.stride[2] + column;
@@ -212,7 +219,7 @@ struct ScanOutput {
       const bool inside = r + i * 16 < left && bytes > 0;
       cp_async_16(to + i * 16 * kWarpColumns * 2, inside ? from : nothing, inside ? bytes : 0);
     }
-    const bool output = p.rule.output.data;
+    const bool output = p.rule.output.data && !p.making_maps;
     load_linear(smem_address(s.T), record(chunk) + Record::kBlocks,
                 Traits::kTBytes + (output ? Traits::kPBytes : 0));
   }
@@ -221,33 +228,39 @@ struct ScanOutput {
 
   // fn(n, e, offset) for each of this thread's elements that exist.
   template <class Function>
-  __device__ __forceinline__ void for_each_state_element(const int64_t (&stride)[4],
-                                                         int64_t segment_stride,
-                                                         Function fn) const {
+  __device__ __forceinline__ void for_each_state_element(int64_t base, int64_t stride_k,
+                                                         int64_t stride_v, Function fn) const {
     const int v = v_first + warp * kWarpColumns + row;
-    const int64_t base = segment * segment_stride + sequence * stride[0] + head * stride[1];
 #pragma unroll
     for (int n = 0; n < kK / 8; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int k = n * 8 + pair * 2 + (e & 1), column = v + (e >> 1) * 8;
-        if (k < p.rule.dim_k && column < p.rule.dim_v)
-          fn(n, e, base + k * stride[2] + column * stride[3]);
+        if (k < p.rule.dim_k && column < dim_v) fn(n, e, base + k * stride_k + column * stride_v);
       }
+  }
+  // Offset of matrix [K, columns] of this key in an array of segments' matrices.
+  __device__ __forceinline__ int64_t segment_matrix(int64_t slot, int columns) const {
+    return ((slot * p.rule.sequences + sequence) * p.rule.value_heads + head) * p.rule.dim_k *
+           columns;
   }
   __device__ __forceinline__ void load_state(State& S) const {
     const auto& from = p.rule.initial_state;
-    if (from.data && from.dtype == DType::kFloat32) {
-      for_each_state_element(from.stride, p.initial_segment_stride, [&](int n, int e, int64_t at) {
-        S[n][e] = static_cast<const float*>(from.data)[at];
-      });
-    } else if (from.data) {
+    const bool starts = p.starts && !p.making_maps;
+    if (starts || (!p.making_maps && from.data && from.dtype == DType::kFloat32)) {
+      const float* const data = starts ? p.starts : static_cast<const float*>(from.data);
+      for_each_state_element(starts ? segment_matrix(segment, dim_v)
+                                    : sequence * from.stride[0] + head * from.stride[1],
+                             starts ? dim_v : from.stride[2], starts ? 1 : from.stride[3],
+                             [&](int n, int e, int64_t at) { S[n][e] = data[at]; });
+    } else if (!p.making_maps && from.data) {
       const bool is_bf16 = from.dtype == DType::kBFloat16;
-      for_each_state_element(from.stride, p.initial_segment_stride, [&](int n, int e, int64_t at) {
-        const uint32_t x = static_cast<const uint16_t*>(from.data)[at];
-        S[n][e] = is_bf16 ? unpack<bf16>(x).x : unpack<fp16>(x).x;
-      });
-    } else if (p.rule.initial_state_is_identity) {
+      for_each_state_element(sequence * from.stride[0] + head * from.stride[1], from.stride[2],
+                             from.stride[3], [&](int n, int e, int64_t at) {
+                               const uint32_t x = static_cast<const uint16_t*>(from.data)[at];
+                               S[n][e] = is_bf16 ? unpack<bf16>(x).x : unpack<fp16>(x).x;
+                             });
+    } else if (is_M || (!p.making_maps && p.rule.initial_state_is_identity)) {
       const int v = v_first + warp * kWarpColumns + row;
 #pragma unroll
       for (int n = 0; n < kK / 8; ++n)
@@ -256,17 +269,32 @@ struct ScanOutput {
           if (n * 8 + pair * 2 + (e & 1) == v + (e >> 1) * 8) S[n][e] = 1.f;
     }
   }
+  __device__ __forceinline__ void store_state(const State& S, const RowScales& scales) const {
+    const auto& to = p.rule.final_state;
+    float* data = static_cast<float*>(to.data);
+    int64_t base = sequence * to.stride[0] + head * to.stride[1];
+    int64_t stride_k = to.stride[2], stride_v = to.stride[3];
+    if (p.making_maps) {
+      data = is_M ? p.maps : p.starts;
+      base = segment_matrix(is_M ? segment : segment + 1, dim_v);
+      stride_k = dim_v;
+      stride_v = 1;
+    }
+    const float unscale[2] = {Traits::kScaled ? scales.unscale(0) : 1.f,
+                              Traits::kScaled ? scales.unscale(1) : 1.f};
+    for_each_state_element(base, stride_k, stride_v,
+                           [&](int n, int e, int64_t at) { data[at] = S[n][e] * unscale[e >> 1]; });
+  }
 
   // ---- products ----
 
   // acc^T += S^T tile^T for a tile of k or q
-  template <bool kTruncate>
+  template <bool kOtherwise>
   __device__ __forceinline__ void multiply_state(Values& acc, const State& S, uint32_t tile) const {
 #pragma unroll
     for (int kk = 0; kk < kKTiles; ++kk) {
       uint32_t a[Traits::kReadTerms][4], b[kTokenTiles][4];
-      to_operand<Element, Traits::kReadTerms, kTruncate && Traits::kReadTerms != 1>(
-          S[2 * kk], S[2 * kk + 1], a);
+      to_operand<Element, Traits::kReadTerms, kOtherwise>(S[2 * kk], S[2 * kk + 1], a);
 #pragma unroll
       for (int n = 0; n < kTokenTiles; ++n) ldmatrix_x4(b[n], Tile::step(tile, n, kk));
       // Terms outside, tiles inside: a lone warp waits for an accumulator that it has just used.
@@ -432,7 +460,7 @@ struct ScanOutput {
     __syncwarp();
     // 8 lanes take 8 rows of one piece: no bank conflicts.
     const int lane = fresh_thread() % 32, piece = lane / 8 % 2, r = lane / 16 * 8 + lane % 8;
-    const int column = v_first + warp * kWarpColumns + piece * 8, valid = p.rule.dim_v - column;
+    const int column = v_first + warp * kWarpColumns + piece * 8, valid = dim_v - column;
     if (valid <= 0) return;
     const int64_t left = left_from(chunk);
     if (left < end) end = int(left);
@@ -518,7 +546,8 @@ struct ScanOutput {
       if (windows) mask_tokens(x, first, last);
       Values v_new = {};  // V'^T = X^T (T diag(b))^T
       multiply_lower<Traits::kTTerms, Traits::kTTerms>(v_new, x, t_b);
-      if (p.rule.output.data) write_output(chunk, S, v_new, gates.factor, first, last, scales);
+      if (p.rule.output.data && !p.making_maps)
+        write_output(chunk, S, v_new, gates.factor, first, last, scales);
 
       __syncthreads();  // q, v, T, P are free
       const bool done = last == C;
@@ -533,14 +562,7 @@ struct ScanOutput {
       chunk += done;
     }
 
-    const auto& to = p.rule.final_state;
-    if (to.data && (p.final_segment_stride != 0 || end == chunks)) {
-      const float unscale[2] = {Traits::kScaled ? scales.unscale(0) : 1.f,
-                                Traits::kScaled ? scales.unscale(1) : 1.f};
-      for_each_state_element(to.stride, p.final_segment_stride, [&](int n, int e, int64_t at) {
-        static_cast<float*>(to.data)[at] = S[n][e] * unscale[e >> 1];
-      });
-    }
+    if (p.making_maps || (p.rule.final_state.data && end == chunks)) store_state(S, scales);
   }
 };
 
@@ -560,9 +582,12 @@ template <class Element, int kK, Precision kPrecision>
 void scan_output(const Params& p, cudaStream_t stream) {
   using Traits = ScanTraits<Element, kK, kPrecision>;
   const int columns = p.warps * kWarpColumns;
-  const int64_t column_tiles = (p.rule.dim_v + columns - 1) / columns;
+  int64_t column_tiles = (p.rule.dim_v + columns - 1) / columns;
+  if (p.making_maps) column_tiles += (p.rule.dim_k + columns - 1) / columns;
+  // Nothing starts from where the last segment ends.
+  const int64_t segments = p.making_maps ? p.segments - 1 : p.segments;
   launch("scan_output", scan_output_kernel<Traits>,
-         column_tiles * p.rule.value_heads * p.rule.sequences * p.segments, p.warps * 32,
+         column_tiles * p.rule.value_heads * p.rule.sequences * segments, p.warps * 32,
          Traits::shared_bytes(p.warps), stream, p);
 }
 

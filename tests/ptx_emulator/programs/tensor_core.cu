@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tensor-core forward from plain C++, without torch: tensor_core::forward against the fp64
+// recurrence, equation (1). Small enough to be built again and again with seeded bugs.
+#include <random>
+
+#include "cuda/tensor_core/layout.cuh"
+
+// Of the instances only those for bf16, K = 128, exact are built here; the others are never called.
+namespace deltanet::cuda::tensor_core {
+#define UNUSED_PREPARE(Element, kK)                        \
+  template <>                                              \
+  void prepare<Element, kK>(const Params&, cudaStream_t) { \
+    std::abort();                                          \
+  }
+#define UNUSED_SCAN(Element, kK, kPrecision)                                          \
+  template <>                                                                         \
+  void scan_output<Element, kK, Precision::kPrecision>(const Params&, cudaStream_t) { \
+    std::abort();                                                                     \
+  }                                                                                   \
+  template <>                                                                         \
+  int64_t scan_output_shared_bytes<Element, kK, Precision::kPrecision>(int) {         \
+    std::abort();                                                                     \
+  }
+UNUSED_PREPARE(bf16, 64)
+UNUSED_PREPARE(fp16, 64)
+UNUSED_PREPARE(fp16, 128)
+UNUSED_SCAN(bf16, 64, kExact)
+UNUSED_SCAN(bf16, 64, kFast)
+UNUSED_SCAN(bf16, 128, kFast)
+UNUSED_SCAN(fp16, 64, kExact)
+UNUSED_SCAN(fp16, 64, kFast)
+UNUSED_SCAN(fp16, 128, kExact)
+UNUSED_SCAN(fp16, 128, kFast)
+}  // namespace deltanet::cuda::tensor_core
+
+#include "cuda/chunk_table.cu"
+#include "cuda/tensor_core.cu"
+#include "cuda/tensor_core/prepare.cuh"
+#include "cuda/tensor_core/scan_output.cuh"
+#include "cuda/tensor_core/segments.cu"
+#include "testing.cuh"
+using namespace testing;
+using deltanet::DType;
+namespace dn = deltanet::cuda;
+
+constexpr int T = 200, HV = 2, K = 128, V = 32;
+
+struct Inputs {
+  std::vector<float> q, k, v, g, beta, state;
+};
+
+// kinds: 0 random keys, 1 the same key everywhere with beta 1.999, 2 the same with g that jumps up
+Inputs inputs(int kind) {
+  std::mt19937 random(7);
+  std::normal_distribution<float> normal;
+  const auto draw = [&](size_t n, float size) {
+    std::vector<float> x(n);
+    for (auto& y : x) y = __bfloat162float(__float2bfloat16(size * normal(random)));
+    return x;
+  };
+  Inputs x{draw(T * K, 1),  draw(T * K, 1),  draw(T * HV * V, 1),
+           draw(T * HV, 1), draw(T * HV, 1), draw(HV * K * V, 0.3f)};
+  for (int t = 0; t < T; ++t) {
+    for (int i = 0; kind > 0 && i < K; ++i) x.k[t * K + i] = x.k[i];
+    for (int h = 0; h < HV; ++h) {
+      float& g = x.g[t * HV + h];
+      g = kind == 1 ? 0.f : -0.5f * std::log1p(std::exp(g - 2));
+      if (kind == 2 && t % 16 == 9) g = 4;
+      x.beta[t * HV + h] = kind == 1 ? 1.999f : 1 / (1 + std::exp(-x.beta[t * HV + h]));
+    }
+  }
+  return x;
+}
+
+// Equation (1), with l2norm and scale 1. Leaves the final state in S.
+std::vector<double> recurrence(const Inputs& x, std::vector<double>& S) {
+  std::vector<double> o(T * HV * V), u(V);
+  S.assign(x.state.begin(), x.state.end());
+  for (int t = 0; t < T; ++t)
+    for (int h = 0; h < HV; ++h) {
+      const float *q = &x.q[t * K], *k = &x.k[t * K];
+      double qq = 1e-6, kk = 1e-6;
+      for (int i = 0; i < K; ++i) qq += double(q[i]) * q[i], kk += double(k[i]) * k[i];
+      const double a = std::exp(double(x.g[t * HV + h]));
+      double* const s = &S[h * K * V];
+      for (int j = 0; j < V; ++j) {
+        double error = x.v[(t * HV + h) * V + j], out = 0;
+        for (int i = 0; i < K; ++i) error -= (s[i * V + j] *= a) * k[i] / std::sqrt(kk);
+        for (int i = 0; i < K; ++i) {
+          s[i * V + j] += x.beta[t * HV + h] * error * k[i] / std::sqrt(kk);
+          out += s[i * V + j] * q[i] / std::sqrt(qq);
+        }
+        o[(t * HV + h) * V + j] = out;
+      }
+    }
+  return o;
+}
+
+template <class Got>
+double ratio(const std::vector<Got>& got, const std::vector<double>& want) {
+  double error = 0, size = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    const double d = double(got[i]) - want[i];
+    error += d * d;
+    size += want[i] * want[i];
+  }
+  const double r = std::sqrt(error / size);
+  return r == r ? r : 1e30;
+}
+
+std::vector<dn::bf16> narrow(const std::vector<float>& x) {
+  std::vector<dn::bf16> y(x.size());
+  for (size_t i = 0; i < x.size(); ++i) y[i] = __float2bfloat16(x[i]);
+  return y;
+}
+
+void check(int kind, int64_t segment_chunks) {
+  const Inputs x = inputs(kind);
+  const Array<dn::bf16> q(narrow(x.q)), k(narrow(x.k)), v(narrow(x.v));
+  const Array<float> g(x.g), beta(x.beta), initial(x.state);
+  Array<dn::bf16> out(size_t(T * HV * V));
+  Array<float> state(size_t(HV * K * V));
+  dn::RuleParams p;
+  p.batch = p.sequences = p.key_heads = 1;
+  p.tokens = T;
+  p.value_heads = HV;
+  p.dim_k = K;
+  p.dim_v = V;
+  p.query = {q.data, DType::kBFloat16, {T * K, K, K, 1}};
+  p.key = {k.data, DType::kBFloat16, {T * K, K, K, 1}};
+  p.value = {v.data, DType::kBFloat16, {T * HV * V, HV * V, V, 1}};
+  p.g = {g.data, DType::kFloat32, {T * HV, HV, 1}};
+  p.beta = {beta.data, DType::kFloat32, {T * HV, HV, 1}};
+  p.initial_state = {initial.data, DType::kFloat32, {HV * K * V, K * V, V, 1}};
+  p.output = {out.data, DType::kBFloat16, {T * HV * V, HV * V, V, 1}};
+  p.final_state = {state.data, DType::kFloat32, {HV * K * V, K * V, V, 1}};
+  p.l2norm = true;
+  dn::tensor_core::Options options;
+  options.segment_chunks = segment_chunks;
+  const std::string name = "kind " + std::to_string(kind) + ", segments of " +
+                           (segment_chunks < 0 ? "all" : std::to_string(segment_chunks));
+  report(name + ": supported", dn::tensor_core::supports(p));
+  const Array<char> workspace(dn::tensor_core::workspace_bytes(p, options));
+  dn::tensor_core::forward(p, workspace.data, 0, options);
+
+  std::vector<double> want_state, rounded;
+  const std::vector<double> want = recurrence(x, want_state);
+  for (double y : want) rounded.push_back(__bfloat162float(__float2bfloat16(float(y))));
+  std::vector<double> got;
+  for (dn::bf16 y : out.host()) got.push_back(__bfloat162float(y));
+  report_error(name + ": output", ratio(got, want), 1.15 * ratio(rounded, want));
+  report_error(name + ": state", ratio(state.host(), want_state), kind == 1 ? 3e-4 : 1e-5);
+}
+
+int main() {
+  for (int kind : {0, 1, 2}) check(kind, -1);
+  check(0, 1);
+  return finish();
+}
