@@ -348,8 +348,9 @@ struct Prepare {
       scan_gates(batch, chunk.first, chunk.count, head);
       const int planes = Record::planes_of_T(p.precision);
       make_system(qk, kk, query, record + Record::kBlocks + planes * Record::kPlaneBytes);
-      __syncthreads();                                                 // L is complete
-      typename Traits::Inverse(shared.inverse).Invert(shared.matrix);  // equation (4)
+      __syncthreads();  // L is complete
+      // Equation (4).
+      typename Traits::Inverse(shared.inverse).Invert(shared.matrix);
       if (planes == 3)
         store_inverse<3>(record + Record::kBlocks);
       else
