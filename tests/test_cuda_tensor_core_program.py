@@ -72,7 +72,7 @@ BUGS = {
         "__syncwarp();  // every lane has read its part of v",
         "",
     ),
-    "tail_not_cut": (SCAN, "if (left < end) end = int(left);", ""),
+    "tail_not_cut": (SCAN, "if (left < end) end = left;", ""),
     "rows_behind_the_end_copied": (SCAN, "r < left && bytes > 0", "bytes > 0"),
     "window_of_one_token_too_many": (SCAN, "static_cast<long long>(later)) : C", "later) + 1 : C"),
     "windows_not_masked": (SCAN, "if (windows) mask_tokens(x, first, last);", ""),

@@ -137,7 +137,7 @@ struct Plan {
 
 bool supports(const RuleParams& p) {
   if (p.key.dtype != DType::kBFloat16 && p.key.dtype != DType::kFloat16) return false;
-  if (p.dim_k > 128 || p.tokens > 0x7fffffff) return false;
+  if (p.dim_k > 128 || p.tokens > 0x7fffff00) return false;
   if (p.initial_state && p.initial_state.dtype == DType::kFloat64) return false;
   const auto aligned_keys = [&](const View<4>& x) {
     return has_aligned_rows(x, p.batch, p.tokens, p.key_heads, p.dim_k);

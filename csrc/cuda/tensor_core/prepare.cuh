@@ -310,15 +310,16 @@ struct Prepare {
 
   __device__ __forceinline__ void run() {
     // Blocks of one chunk are neighbours: they share its keys.
-    const int64_t group = p.rule.value_heads / p.rule.key_heads;
-    const int64_t parts = (group + p.heads_per_block - 1) / p.heads_per_block;
-    int64_t block = blockIdx.x;
-    const int64_t part = block % parts;
+    const unsigned group = unsigned(p.rule.value_heads) / unsigned(p.rule.key_heads);
+    const unsigned parts = (group + unsigned(p.heads_per_block) - 1) / unsigned(p.heads_per_block);
+    unsigned block = blockIdx.x;  // numbers of blocks are below 2^31: 32-bit divisions
+    const unsigned part = block % parts;
     block /= parts;
-    const int64_t key_head = block % p.rule.key_heads, number = block / p.rule.key_heads;
-    const int64_t first_head = key_head * group + part * p.heads_per_block;
-    const int64_t rest = group - part * p.heads_per_block;
-    const int heads = int(rest < p.heads_per_block ? rest : p.heads_per_block);
+    const int64_t key_head = block % unsigned(p.rule.key_heads);
+    const int64_t number = block / unsigned(p.rule.key_heads);
+    const int64_t first_head = key_head * group + part * unsigned(p.heads_per_block);
+    const int rest = int(group) - int(part) * p.heads_per_block;
+    const int heads = rest < p.heads_per_block ? rest : p.heads_per_block;
 
     zero_tail(number, first_head, heads);
     const Chunk chunk = chunk_at(p.rule, p.table, number);

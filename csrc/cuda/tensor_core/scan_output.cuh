@@ -117,8 +117,8 @@ struct ScanOutput {
   int v_first;          // the block's first column of V
   bool is_M;            // a map's M: v = 0 and columns of I instead of columns of V
   int dim_v;
-  int64_t head, key_head, sequence, segment, first_chunk;
-  Sequence tokens;
+  int head, key_head, sequence, segment, first_chunk;
+  int batch, begin, end;                  // the sequence's tokens: counts are below 2^31
   uint32_t k_a, k_b, q_b, v_b, t_b, p_b;  // this lane's ldmatrix address in each tile
 
   __device__ __forceinline__ ScanOutput(const Params& params, Shared& shared)
@@ -131,20 +131,23 @@ struct ScanOutput {
     const int columns = p.warps * kWarpColumns;
     const int value_tiles = (p.rule.dim_v + columns - 1) / columns;
     const int map_tiles = p.making_maps ? (p.rule.dim_k + columns - 1) / columns : 0;
-    int64_t block = blockIdx.x;
-    int tile = int(block % (value_tiles + map_tiles));
-    block /= value_tiles + map_tiles;
+    unsigned block = blockIdx.x;  // numbers of blocks are below 2^31: 32-bit divisions
+    int tile = int(block % unsigned(value_tiles + map_tiles));
+    block /= unsigned(value_tiles + map_tiles);
     is_M = tile >= value_tiles;
     if (is_M) tile -= value_tiles;
     dim_v = is_M ? p.rule.dim_k : p.rule.dim_v;
     v_first = tile * columns;
-    head = block % p.rule.value_heads;
-    block /= p.rule.value_heads;
-    sequence = block % p.rule.sequences;
-    segment = block / p.rule.sequences;
-    key_head = head / (p.rule.value_heads / p.rule.key_heads);
-    tokens = sequence_at(p.rule, sequence);
-    first_chunk = first_chunk_of(p.rule, p.table, sequence);
+    head = int(block % unsigned(p.rule.value_heads));
+    block /= unsigned(p.rule.value_heads);
+    sequence = int(block % unsigned(p.rule.sequences));
+    segment = int(block / unsigned(p.rule.sequences));
+    key_head = int(key_head_of(p.rule, head));
+    const Sequence tokens = sequence_at(p.rule, sequence);
+    batch = int(tokens.batch);
+    begin = int(tokens.begin);
+    end = int(tokens.end);
+    first_chunk = int(first_chunk_of(p.rule, p.table, sequence));
     const LaneMap la = lanes_for_a(lane), lb = lanes_for_b(lane);
     k_a = smem_address(s.k) + Tile::offset(la.row, la.piece);
     k_b = smem_address(s.k) + Tile::offset(lb.row, lb.piece);
@@ -164,23 +167,20 @@ struct ScanOutput {
     return x;
   }
   // Tokens of the sequence from the chunk's first one on.
-  __device__ __forceinline__ int64_t left_from(int64_t chunk) const {
-    return tokens.end - tokens.begin - chunk * C;
-  }
+  __device__ __forceinline__ int left_from(int chunk) const { return end - begin - chunk * C; }
   static __device__ __forceinline__ int bytes_left(int elements) {
     return elements < 0 ? 0 : elements < 8 ? elements * 2 : 16;
   }
   // Rows of q or k, zero-padded.
-  __device__ __forceinline__ void load_rows(uint32_t tile, const View<4>& x, int64_t chunk) const {
+  __device__ __forceinline__ void load_rows(uint32_t tile, const View<4>& x, int chunk) const {
     constexpr int kPieces = kK / 8;
     const int thread = fresh_thread(), piece = thread % kPieces;
     const int step = p.warps * 32 / kPieces, bytes = bytes_left(p.rule.dim_k - piece * 8);
     int r = thread / kPieces;
-    const auto* from = static_cast<const Element*>(x.data) + tokens.batch * x.stride[0] +
-                       (tokens.begin + chunk * C + r) * x.stride[1] + key_head * x.stride[2] +
-                       piece * 8;
+    const auto* from = static_cast<const Element*>(x.data) + batch * x.stride[0] +
+                       (begin + chunk * C + r) * x.stride[1] + key_head * x.stride[2] + piece * 8;
     const int64_t stride = step * x.stride[1];
-    const int64_t left = left_from(chunk);
+    const int left = left_from(chunk);
 #pragma unroll 2
     for (; r < C; r += step, from += stride) {
       const bool inside = r < left && bytes > 0;
@@ -193,24 +193,24 @@ struct ScanOutput {
 #pragma unroll 2
     for (int at = fresh_thread() * 16; at < bytes; at += step) cp_async_16(to + at, from + at, 16);
   }
-  __device__ __forceinline__ const unsigned char* record(int64_t chunk) const {
+  __device__ __forceinline__ const unsigned char* record(int chunk) const {
     return record_of(p, first_chunk + chunk, head);
   }
-  __device__ __forceinline__ void load_k_and_gates(int64_t chunk) const {
+  __device__ __forceinline__ void load_k_and_gates(int chunk) const {
     load_rows(smem_address(s.k[chunk & 1]), p.rule.key, chunk);
     load_linear(smem_address(&s.gates[chunk & 1]), record(chunk), sizeof(s.gates[0]));
   }
-  __device__ __forceinline__ void load_q(int64_t chunk) const {
+  __device__ __forceinline__ void load_q(int chunk) const {
     if (p.rule.query.data && !p.making_maps) load_rows(smem_address(s.q), p.rule.query, chunk);
   }
-  __device__ __forceinline__ void load_v_t_p(int64_t chunk) const {
+  __device__ __forceinline__ void load_v_t_p(int chunk) const {
     const auto& x = p.rule.value;
     const int thread = fresh_thread(), pieces = 2 * p.warps, piece = thread % pieces;
     const int r = thread / pieces, column = v_first + piece * 8;  // 16 rows at a time
     const int bytes = x.data && !is_M ? bytes_left(dim_v - column) : 0;
-    const int64_t left = left_from(chunk);
-    const auto* from = static_cast<const Element*>(x.data) + tokens.batch * x.stride[0] +
-                       (tokens.begin + chunk * C + r) * x.stride[1] + head * x.stride[2] + column;
+    const int left = left_from(chunk);
+    const auto* from = static_cast<const Element*>(x.data) + batch * x.stride[0] +
+                       (begin + chunk * C + r) * x.stride[1] + head * x.stride[2] + column;
     const uint32_t to = smem_address(s.v) + piece / 2 * kVBytes + VTile::offset(r, piece % 2);
     // An absent v is zero; a copy of no bytes still wants an address.
     const void* const nothing = p.rule.key.data;
@@ -240,7 +240,7 @@ struct ScanOutput {
       }
   }
   // Offset of matrix [K, columns] of this key in an array of segments' matrices.
-  __device__ __forceinline__ int64_t segment_matrix(int64_t slot, int columns) const {
+  __device__ __forceinline__ int64_t segment_matrix(int slot, int columns) const {
     return ((slot * p.rule.sequences + sequence) * p.rule.value_heads + head) * p.rule.dim_k *
            columns;
   }
@@ -440,7 +440,7 @@ struct ScanOutput {
 
   // O^T to o, tokens [first, end) of the chunk. movmatrix turns each 8x8 tile, the warp's columns
   // of the v tile stage it, and 16-byte pieces go out.
-  __device__ __forceinline__ void store_output(int64_t chunk, const Values& o,
+  __device__ __forceinline__ void store_output(int chunk, const Values& o,
                                                const float (&out_scale)[C], int first,
                                                int end) const {
     const bool whole = first == 0 && end == C;
@@ -462,12 +462,12 @@ struct ScanOutput {
     const int lane = fresh_thread() % 32, piece = lane / 8 % 2, r = lane / 16 * 8 + lane % 8;
     const int column = v_first + warp * kWarpColumns + piece * 8, valid = dim_v - column;
     if (valid <= 0) return;
-    const int64_t left = left_from(chunk);
-    if (left < end) end = int(left);
+    const int left = left_from(chunk);
+    if (left < end) end = left;
     const auto& y = p.rule.output;
     const unsigned char* from = s.v[0] + warp * kVBytes + VTile::offset(r, piece);
-    auto* to = static_cast<Element*>(y.data) + tokens.batch * y.stride[0] +
-               (tokens.begin + chunk * C + r) * y.stride[1] + head * y.stride[2] + column;
+    auto* to = static_cast<Element*>(y.data) + batch * y.stride[0] +
+               (begin + chunk * C + r) * y.stride[1] + head * y.stride[2] + column;
 #pragma unroll
     for (int i = 0; i < C / 16; ++i, to += 16 * y.stride[1]) {
       const int token = r + i * 16;
@@ -484,7 +484,7 @@ struct ScanOutput {
     }
   }
 
-  __device__ __forceinline__ void write_output(int64_t chunk, const State& S, const Values& v_new,
+  __device__ __forceinline__ void write_output(int chunk, const State& S, const Values& v_new,
                                                const float (&factor)[kFactors][C], int first,
                                                int end, const RowScales& scales) const {
     // S is split a second time, which keeps x and o from being live together. Nothing of the output
@@ -506,18 +506,19 @@ struct ScanOutput {
   }
 
   __device__ __forceinline__ void run() {
-    const int64_t chunks = (tokens.end - tokens.begin + C - 1) / C;
-    const int64_t begin = segment * p.segment_chunks;
-    if (segment > 0 && begin >= chunks) return;  // a shorter sequence has fewer segments
-    const int64_t end = begin + p.segment_chunks < chunks ? begin + p.segment_chunks : chunks;
+    const int chunks = (end - begin + C - 1) / C;
+    const int length = int(p.segment_chunks), first_of_segment = segment * length;
+    // A shorter sequence has fewer segments.
+    if (segment > 0 && first_of_segment >= chunks) return;
+    const int behind = min(first_of_segment + length, chunks);
 
     // Three groups per chunk, always committed in this order, so that "all but the newest" is the
     // right wait at both places.
-    if (begin < end) load_k_and_gates(begin);
+    if (first_of_segment < behind) load_k_and_gates(first_of_segment);
     cp_async_commit();
-    if (begin < end) load_q(begin);
+    if (first_of_segment < behind) load_q(first_of_segment);
     cp_async_commit();
-    if (begin < end) load_v_t_p(begin);
+    if (first_of_segment < behind) load_v_t_p(first_of_segment);
     cp_async_commit();
 
     State S = {};
@@ -526,12 +527,12 @@ struct ScanOutput {
 
     int first = 0;  // of the window
 #pragma unroll 1
-    for (int64_t chunk = begin; chunk < end;) {
+    for (int chunk = first_of_segment; chunk < behind;) {
       const uint32_t stage = uint32_t(chunk & 1) * (C * kK * 2);
       const auto& gates = s.gates[chunk & 1];
       cp_async_wait<1>();
       __syncthreads();  // k, q, gates are here, and nobody reads the other k and gates any more
-      if (first == 0 && chunk + 1 < end) load_k_and_gates(chunk + 1);
+      if (first == 0 && chunk + 1 < behind) load_k_and_gates(chunk + 1);
       cp_async_commit();
       const uint64_t windows = gates.windows, later = windows >> first >> 1;
       const int last = later ? first + __ffsll(static_cast<long long>(later)) : C;  // its end
@@ -551,9 +552,9 @@ struct ScanOutput {
 
       __syncthreads();  // q, v, T, P are free
       const bool done = last == C;
-      if (done && chunk + 1 < end) load_q(chunk + 1);
+      if (done && chunk + 1 < behind) load_q(chunk + 1);
       cp_async_commit();
-      if (done && chunk + 1 < end) load_v_t_p(chunk + 1);
+      if (done && chunk + 1 < behind) load_v_t_p(chunk + 1);
       cp_async_commit();
 
       update_state(S, v_new, gates.factor[kDecayOut], gates.factor[kDecayQ][last - 1], k_a + stage,
@@ -562,7 +563,7 @@ struct ScanOutput {
       chunk += done;
     }
 
-    if (p.making_maps || (p.rule.final_state.data && end == chunks)) store_state(S, scales);
+    if (p.making_maps || (p.rule.final_state.data && behind == chunks)) store_state(S, scales);
   }
 };
 

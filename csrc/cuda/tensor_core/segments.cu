@@ -21,10 +21,10 @@ __global__ void __launch_bounds__(kThreads) scan_segments_kernel(const __grid_co
   __shared__ Shared shared;
   const int K = p.rule.dim_k, V = p.rule.dim_v;
   const int column_tiles = (V + kColumns - 1) / kColumns;
-  int64_t block = blockIdx.x;
-  const int first_column = int(block % column_tiles) * kColumns;
-  block /= column_tiles;
-  const int64_t head = block % p.rule.value_heads, n = block / p.rule.value_heads;
+  const unsigned key = blockIdx.x / unsigned(column_tiles);
+  const int first_column = int(blockIdx.x % unsigned(column_tiles)) * kColumns;
+  const int64_t head = key % unsigned(p.rule.value_heads);
+  const int64_t n = key / unsigned(p.rule.value_heads);
   const Sequence tokens = sequence_at(p.rule, n);
   const int64_t chunks = (tokens.end - tokens.begin + kChunk - 1) / kChunk;
   const int64_t segments = (chunks + p.segment_chunks - 1) / p.segment_chunks;

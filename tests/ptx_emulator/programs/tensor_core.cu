@@ -49,7 +49,8 @@ struct Inputs {
   std::vector<float> q, k, v, g, beta, state;
 };
 
-// kinds: 0 random keys, 1 the same key everywhere with beta 1.999, 2 the same with g that jumps up
+// kinds: 0 random keys, 1 the same key everywhere with beta 1.999, 2 the same with beta 0.95, g that
+// jumps up, and no initial state, which would outgrow what goes wrong
 Inputs inputs(int kind) {
   std::mt19937 random(7);
   std::normal_distribution<float> normal;
@@ -66,9 +67,11 @@ Inputs inputs(int kind) {
       float& g = x.g[t * HV + h];
       g = kind == 1 ? 0.f : -0.5f * std::log1p(std::exp(g - 2));
       if (kind == 2 && t % 16 == 9) g = 4;
-      x.beta[t * HV + h] = kind == 1 ? 1.999f : 1 / (1 + std::exp(-x.beta[t * HV + h]));
+      float& beta = x.beta[t * HV + h];
+      beta = kind == 1 ? 1.999f : kind == 2 ? 0.95f : 1 / (1 + std::exp(-beta));
     }
   }
+  if (kind == 2) x.state.assign(x.state.size(), 0.f);
   return x;
 }
 
