@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registers, spills and shared memory of every CUDA kernel, as ptxas reports them: no GPU needed.
 
-    cuda_resources.py                compile csrc/cuda for sm_80 and sm_90; write the table
-    cuda_resources.py --check PART   compare some files with the table; exit 1 if it lies
+    cuda_resources.py [PART]   compile for sm_80 and sm_90, and write the table
+    cuda_resources.py --check  compare with the table; exit 1 if it lies
 
+PART selects files of csrc/cuda by their path: "tensor_core/" unless given, "" for all.
 The table is docs/cuda_resources.md. ptxas of another toolkit may allocate otherwise.
 """
 
@@ -124,11 +125,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", metavar="PART", help="files whose path contains PART")
+    parser.add_argument("part", nargs="?", default="tensor_core/")
+    parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     sources = sorted((ROOT / "csrc" / "cuda").rglob("*.cu"))
+    sources = [s for s in sources if options.part in str(s.relative_to(ROOT))]
     if options.check:
-        sources = [s for s in sources if options.check in str(s.relative_to(ROOT))]
         known = set(TABLE.read_text().splitlines())
         wrong = [line for line in rows(sources) if line not in known]
         print("\n".join(wrong) or f"{len(sources)} files: as the table says")

@@ -77,6 +77,7 @@ class Case:
             "zero": lambda: torch.zeros(shape),
             "strong": lambda: -20 * torch.rand(shape, generator=gen),
             "growing": lambda: torch.full(shape, 0.5),
+            "both": lambda: 5 * randn(*shape),
             "wandering": lambda: 0.3 * randn(*shape),
             "jump": lambda: torch.where(torch.arange(self.T)[:, None] == 77, 3.0, -0.1).expand(
                 shape
@@ -167,6 +168,7 @@ CASES = [
     Case("packed", T=300, cu=(0, 17, 50, 50, 64, 300), HK=2, HV=2),
     Case("packed-tail", T=200, cu=(0, 0, 65, 130, 130)),
     Case("packed-empty", T=70, cu=(0, 0, 0)),
+    Case("packed-nothing", T=70, cu=(0,)),
     # Gates that grow: chunks are cut into windows.
     Case("growing", T=64, g="growing", HV=1),
     Case("wandering", g="wandering"),
@@ -186,6 +188,7 @@ CASES = [
     Case("fp16-k64", T=77, dtype=FP16, K=64, V=64),
     Case("fp16-narrow", T=77, dtype=FP16, gates=FP16, state=FP16),
     Case("fp16-strong-gates", T=77, dtype=FP16, g="strong"),
+    Case("fp16-both-signs", T=77, dtype=FP16, g="both", state_error=2e-5),
     Case("fp16-wandering", T=100, dtype=FP16, g="wandering", HV=1),
     Case(
         "fp16-identical", dtype=FP16, keys="identical", g="zero", beta=1.999, state_error=3e-4, HV=1

@@ -156,7 +156,7 @@ size_t workspace_bytes(const RuleParams& p, const Options& options) {
 }
 
 void forward(const RuleParams& rule, void* workspace, cudaStream_t stream, const Options& options) {
-  if (rule.sequences == 0 || rule.value_heads == 0) return;
+  if (rule.value_heads == 0) return;
   const Device device = current_device();
   const Plan plan(rule, options, device);
   const Kernels kernels = kernels_of(rule, options.precision);

@@ -88,13 +88,13 @@ struct RowScales {
     exponent[h] = after;
     return power(127 + after - before);
   }
-  // The same, so that new terms of at most `largest` (not scaled) fit too.
-  __device__ __forceinline__ float admit(int h, float largest) {
-    const int before = exponent[h];
-    int after = min(before, 127 + kLargest - biased_exponent(largest));
-    after = after < 1 ? 1 : after;
-    exponent[h] = after;
-    return power(127 + after - before);
+  // In place of `keep`: what makes room for keep S and for new terms of at most `largest`.
+  __device__ __forceinline__ float admit(int h, float keep, float largest) {
+    const int before = exponent[h], room = 126 - (__float_as_int(keep) >> 23);
+    int after = min(before + room, 127 + kLargest - biased_exponent(largest));
+    after = after < 1 ? 1 : after > 253 ? 253 : after;
+    exponent[h] = after;  // the change may be beyond what one float holds
+    return keep * power(127 + ((after - before) >> 1)) * power(127 + ((after - before + 1) >> 1));
   }
 };
 
@@ -390,7 +390,7 @@ struct ScanOutput {
 #pragma unroll
         for (int n = 0; n < C / 8; ++n)
           largest = fmaxf(largest, fmaxf(fabsf(v_new[n][2 * h]), fabsf(v_new[n][2 * h + 1])));
-        keeps[h] *= scales.admit(h, largest);
+        keeps[h] = scales.admit(h, keep, largest);
         const float scale = RowScales::power(scales.exponent[h]);
 #pragma unroll
         for (int n = 0; n < C / 8; ++n) v_new[n][2 * h] *= scale, v_new[n][2 * h + 1] *= scale;
