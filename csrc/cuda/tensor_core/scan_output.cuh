@@ -205,8 +205,8 @@ struct ScanOutput {
   }
   __device__ __forceinline__ void load_v_t_p(int chunk) const {
     const auto& x = p.rule.value;
-    const int thread = fresh_thread(), pieces = 2 * p.warps, piece = thread % pieces;
-    const int r = thread / pieces, column = v_first + piece * 8;  // 16 rows at a time
+    const int thread = fresh_thread(), pieces = 2 * p.warps, piece = thread / 8 % pieces;
+    const int r = thread / (8 * pieces) * 8 + thread % 8, column = v_first + piece * 8;
     const int bytes = x.data && !is_M ? bytes_left(dim_v - column) : 0;
     const int left = left_from(chunk);
     const auto* from = static_cast<const Element*>(x.data) + batch * x.stride[0] +
