@@ -81,6 +81,7 @@ demo: $(READY) $(STAMPS)/demo ## run the main job: a Gated DeltaNet model with a
 	@$(PY) -m deltanet_ext demo $(ARGS)
 
 dev: $(READY) ## editable install, built in place
+	@echo "==> deltanet_ext is ready in $(VENV)"
 
 test: $(READY) $(STAMPS)/test $(STAMPS)/demo ## everything that CI runs: C++ tests, then pytest
 	@scripts/with_python_headers.sh $(PY) scripts/run_tests.sh $(PY) $(STAMPS) $(ARGS)

@@ -12,6 +12,7 @@ mode. The C++ operators check everything again, also what a traced graph cannot.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -142,6 +143,8 @@ def check_inverse(call: str, L: Tensor) -> None:
 def _plain_tokens(query: Any, key: Any, value: Any, g: Any, beta: Any) -> bool:
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         return False
+    if query.is_nested or key.is_nested or value.is_nested:  # has no shape
+        return False
     key_shape, value_shape, dtype = key.shape, value.shape, query.dtype
     if len(key_shape) != 4 or len(value_shape) != 4 or dtype not in _FLOATS:
         return False
@@ -168,6 +171,7 @@ def _plain_tokens(query: Any, key: Any, value: Any, g: Any, beta: Any) -> bool:
 def _plain_per_token(x: Any, batch: int, tokens: int, heads: int, dtype: torch.dtype) -> bool:
     return (
         isinstance(x, Tensor)
+        and not x.is_nested
         and x.shape == (batch, tokens, heads)
         and (x.dtype == dtype or (x.dtype == torch.float32 and dtype != torch.float64))
         and _is_plain(x)
@@ -294,7 +298,7 @@ def _contents_are_at_hand(x: Tensor) -> bool:
     """Reading must neither wait for a device nor break a trace."""
     return (
         not torch.compiler.is_compiling()
-        and type(x) is Tensor
+        and type(x) in (Tensor, torch.nn.Parameter)
         and x.is_cpu
         and torch._C._len_torch_dispatch_stack() == 0
     )
@@ -333,6 +337,12 @@ def _explain_scale(call: str, scale: float | None) -> None:
         return
     if not isinstance(scale, (int, float)) or isinstance(scale, bool):
         raise TypeError(f"{call}: scale is {_kind(scale)}; supported: float or None (K ** -0.5)")
+    try:
+        float(scale)
+    except OverflowError:
+        raise ValueError(
+            f"{call}: scale is too large for a float; supported: float or None (K ** -0.5)"
+        ) from None
 
 
 def _explain_gate(
@@ -403,6 +413,8 @@ def _refuse_grad(call: str, **tensors: Tensor | None) -> None:
 def _need_tensor(call: str, name: str, x: Any, supported: str = "torch.Tensor") -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{call}: {name} is {_kind(x)}; supported: {supported}")
+    if x.is_nested:
+        raise TypeError(f"{call}: {name} is a nested tensor; supported: {supported}, cu_seqlens")
 
 
 def _need_dtype(call: str, name: str, x: Tensor, supported: Sequence[torch.dtype]) -> None:
@@ -418,7 +430,7 @@ def _need_rank(call: str, name: str, x: Tensor, shape: str) -> None:
 
 def _need_shape(call: str, name: str, x: Tensor, text: str, wanted: Sequence[int]) -> None:
     if x.shape != wanted:
-        sizes = ", ".join(str(size) for size in wanted)
+        sizes = ", ".join(str(operator.index(size)) for size in wanted)
         raise ValueError(f"{call}: {name} has shape {_shape(x)}; supported: {text} = [{sizes}]")
 
 
@@ -453,7 +465,8 @@ def _kind(x: Any) -> str:
 
 
 def _shape(x: Tensor) -> str:
-    return f"[{', '.join(str(size) for size in x.shape)}]"
+    # index: a size that is symbolic in a trace has no text there.
+    return f"[{', '.join(str(operator.index(size)) for size in x.shape)}]"
 
 
 def _dtype(x: Tensor) -> str:

@@ -585,7 +585,8 @@ def main(options: Options, json_path: str | None = None) -> int:
     console.print(environment(), markup=False)
     console.print(
         f"{options.tokens:,} bytes of text, {options.steps} tokens generated, "
-        f"{2 * options.key_heads} value heads on {options.key_heads} key heads of 128"
+        f"{2 * options.key_heads} value heads on {options.key_heads} key heads of 128; "
+        "one to three minutes on a laptop"
     )
     progress = Progress(console, count_steps(options))
     outcomes = [
@@ -594,6 +595,12 @@ def main(options: Options, json_path: str | None = None) -> int:
         for dtype in options.dtypes
     ]
     render(outcomes, console)
+    console.print(
+        "Differences are between logits, relative to their size; `allowed` is what rounding "
+        "explains (docs/numerics.md).\n`closest choice`: how far apart the two best logits came; "
+        "`text, without rule`: the difference if the rule's output were zero;\n`rule in ...`: the "
+        "seconds that the gated delta rule alone took."
+    )
     if "bf16" in options.dtypes:
         console.print(
             "bf16: both were fed the tokens that transformers chose; `same tokens` counts where "

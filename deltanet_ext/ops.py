@@ -296,6 +296,7 @@ def force_cpu_isa(name: str | None) -> None:
     """Make CPU kernels use one instruction set; None: back to DELTANET_CPU_ISA or the best one.
 
     Raises:
+        TypeError: the name is neither a str nor None.
         ValueError: the name is unknown, or this machine does not support it.
 
     >>> force_cpu_isa("scalar")
@@ -303,4 +304,11 @@ def force_cpu_isa(name: str | None) -> None:
     'scalar'
     >>> force_cpu_isa(None)
     """
-    _load.library().force_cpu_isa("" if name is None else name)
+    supported = ", ".join(available_cpu_isas())
+    if name is not None and not isinstance(name, str):
+        raise TypeError(
+            f"force_cpu_isa: name is a {type(name).__name__}; supported: {supported}, None"
+        )
+    if name == "":
+        raise ValueError(f"force_cpu_isa: name is empty; supported: {supported}, None")
+    _load.library().force_cpu_isa(name or "")

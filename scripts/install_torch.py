@@ -101,7 +101,7 @@ def main() -> int:
             return 0
         say(f"torch {version} is too old (supported: 2.10 and newer) and is replaced")
     arguments, why = choose()
-    say(f"installing {' '.join(arguments)} ({why})")
+    say(f"installing {' '.join(arguments)} ({why}); this takes a minute or a few")
     return subprocess.call([sys.executable, "-m", "pip", "install", "-qq", *arguments])
 
 

@@ -94,6 +94,15 @@ def test_every_size_dynamic(function: Callable[..., Any]) -> None:
         assert_same_results(call(**args), function(**args))
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_wrong_shape_is_named_in_a_trace_too(dynamic: bool) -> None:
+    call = compiled(deltanet_ext.chunk_gated_delta_rule, dynamic=dynamic)
+    args = inputs(33)
+    args["g"] = args["g"][:, :-1]
+    with pytest.raises(Exception, match=r"g has shape \[1, 32, .*supported: \[B, T, HV\]"):
+        call(**args)
+
+
 def test_the_other_functions() -> None:
     args = inputs(40)
     rule = {name: args[name] for name in ("key", "value", "g", "beta")}

@@ -355,6 +355,21 @@ RULE: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         "scale is True (bool); supported: float or None",
         good(scale=True),
     ),
+    "scale is beyond a float": (
+        ValueError,
+        "scale is too large for a float; supported: float or None (K ** -0.5)",
+        good(scale=10**400),
+    ),
+    "value is nested": (
+        TypeError,
+        "value is a nested tensor; supported: torch.Tensor, cu_seqlens",
+        good(value=torch.nested.nested_tensor([torch.zeros(10, 4, 12)] * 2)),
+    ),
+    "g is nested": (
+        TypeError,
+        "g is a nested tensor; supported: torch.Tensor or None, cu_seqlens",
+        good(g=torch.nested.nested_tensor([torch.zeros(10, 4)] * 2)),
+    ),
     "scale is text": (TypeError, "scale is a str; supported: float or None", good(scale="1")),
     "output_final_state is None": (
         TypeError,

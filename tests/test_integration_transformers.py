@@ -414,6 +414,27 @@ def test_enabled_leaves_an_enabled_process_enabled():
     assert switch.report().enabled
 
 
+def test_blocks_that_overlap_last_until_the_last_one_ends():
+    """As they do in two threads."""
+    first, second = switch.enabled(), switch.enabled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert switch.report().enabled
+    second.__exit__(None, None, None)
+    assert not switch.report().enabled
+
+
+def test_an_explicit_call_inside_a_block_outlasts_it():
+    with switch.enabled():
+        switch.enable()
+    assert switch.report().enabled
+    with switch.enabled():
+        switch.disable()
+        assert not switch.report().enabled
+    assert not switch.report().enabled
+
+
 def test_what_somebody_else_put_there_stays(calls):
     module = modeling("qwen3_5")
     original = module.torch_chunk_gated_delta_rule

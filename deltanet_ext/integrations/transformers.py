@@ -71,8 +71,10 @@ _lock = threading.RLock()
 _reasons_logged: set[str] = set()
 
 # Read by every wrapper: a wrapper that somebody copied while it was in place calls the original
-# again after disable().
+# again after disable(). True while enable() holds or a block of enabled() runs, in any thread.
 _active = False
+_enabled_explicitly = False
+_blocks: set[object] = set()
 # (modeling file, function name) -> (the module, our wrapper, what was there before)
 _replaced: dict[tuple[str, str], tuple[ModuleType, Callable, Callable]] = {}
 
@@ -280,45 +282,65 @@ def report() -> Report:
         return Report(_active, _installed_version(), functions)
 
 
+def _switch_on() -> Report:
+    global _active
+    ops.build_info()  # says how to build when the compiled library is missing
+    _check_version()
+    _active = True
+    if _hook not in sys.meta_path:
+        sys.meta_path.insert(0, _hook)
+    for name, module in list(sys.modules.items()):
+        if module is not None and _is_model(name, module):
+            _switch(module)
+    return report()
+
+
+def _switch_off() -> None:
+    global _active
+    _active = False
+    with contextlib.suppress(ValueError):
+        sys.meta_path.remove(_hook)
+    for (_, name), (module, ours, theirs) in _replaced.items():
+        if module.__dict__.get(name) is ours:
+            setattr(module, name, theirs)
+    _replaced.clear()
+
+
 def enable() -> Report:
     """Switch every Gated DeltaNet model of transformers in this process to this package.
 
     Models built before and after the call are switched. Calling it again does no harm.
     Raises ImportError when the compiled library or a transformers from 5.15 on is missing.
     """
-    global _active
-    ops.build_info()  # says how to build when the compiled library is missing
-    _check_version()
+    global _enabled_explicitly
     with _lock:
-        _active = True
-        if _hook not in sys.meta_path:
-            sys.meta_path.insert(0, _hook)
-        for name, module in list(sys.modules.items()):
-            if module is not None and _is_model(name, module):
-                _switch(module)
-        return report()
+        switched = _switch_on()
+        _enabled_explicitly = True
+        return switched
 
 
 def disable() -> None:
-    """Put back what `enable()` replaced. What somebody else replaced since then stays theirs."""
-    global _active
+    """Put back what was replaced, also inside a block of `enabled()`. What somebody else replaced
+    since then stays theirs."""
+    global _enabled_explicitly
     with _lock:
-        _active = False
-        with contextlib.suppress(ValueError):
-            sys.meta_path.remove(_hook)
-        for (_, name), (module, ours, theirs) in _replaced.items():
-            if module.__dict__.get(name) is ours:
-                setattr(module, name, theirs)
-        _replaced.clear()
+        _enabled_explicitly = False
+        _blocks.clear()
+        _switch_off()
 
 
 @contextlib.contextmanager
 def enabled() -> Iterator[Report]:
-    """`enable()` for the length of a block. In a process that is switched it changes nothing."""
-    was_active = _active
-    switched = enable()
+    """`enable()` for the length of a block. Blocks may nest and overlap, in several threads too:
+    the last one to end switches back, unless `enable()` was called."""
+    block = object()
+    with _lock:
+        switched = _switch_on()
+        _blocks.add(block)
     try:
         yield switched
     finally:
-        if not was_active:
-            disable()
+        with _lock:
+            _blocks.discard(block)
+            if _active and not _blocks and not _enabled_explicitly:
+                _switch_off()

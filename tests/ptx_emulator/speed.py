@@ -16,8 +16,8 @@ import build
 import counts
 
 CASES = {
-    "tile product 512^3 (mma, ldmatrix, cp.async)": ("tile_product", "512", "512", "512"),
-    "CUB device scans, 200,000 elements": ("cub_device", "200000"),
+    "tile product 1024^3 (mma, ldmatrix, cp.async)": ("tile_product", "1024", "1024", "1024"),
+    "CUB device scans, 1,000,000 elements": ("cub_device", "1000000"),
 }
 
 
@@ -47,18 +47,20 @@ def measure(command: list, **settings) -> tuple[float, float]:
 def main() -> None:
     if reason := build.why_not():
         sys.exit(f"ptx_emulator: {reason}")
-    print(f"{'':48} {'instructions':>14} {'unchecked':>12} {'checked':>12} {'two cores':>10}")
+    names = ("unchecked", "two cores", "checked", "two cores")
+    print(f"{'':48} {'instructions':>14}", *(f"{name:>12}" for name in names))
     for title, (name, *arguments) in CASES.items():
         build.program(name, count=True)
         command = [build.program(name), *arguments]
         with tempfile.NamedTemporaryFile() as file:
             execute(command, COUNT=file.name, CHECKS="none")
             executed = sum(launch["thread_instructions"] for launch in counts.load(file.name))
-        plain, _ = measure(command, CHECKS="none", THREADS=1)
-        checked, alone = measure(command, THREADS=1)
-        _, both = measure(command, THREADS=2)
-        rates = [f"{executed / seconds / 1e6:8.0f} M/s" for seconds in (plain, checked)]
-        print(f"{title:48} {executed:14,} {rates[0]:>12} {rates[1]:>12} {alone / both:9.2f}x")
+        columns = []
+        for checks in ("none", "all"):
+            processor, alone = measure(command, CHECKS=checks, THREADS=1)
+            _, both = measure(command, CHECKS=checks, THREADS=2)
+            columns += [f"{executed / processor / 1e6:8.0f} M/s", f"{alone / both:9.2f}x"]
+        print(f"{title:48} {executed:14,}", *(f"{column:>12}" for column in columns))
 
 
 if __name__ == "__main__":
