@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds deltanet_ext._C through torch.utils.cpp_extension.
+"""Builds deltanet_ext._C, and _C_cuda with the CUDA kernels, through torch.utils.cpp_extension.
 
 Environment:
-    DELTANET_CUDA=auto|on|off   CUDA kernels. auto: when torch is a CUDA build, an nvcc of the same
-                                major version is found and there are CUDA sources. Whether a GPU is
-                                visible never matters. FORCE_CUDA=1 means on.
+    DELTANET_CUDA=auto|on|off   CUDA kernels. auto: when torch is a CUDA build and an nvcc of the
+                                same major version is found. Whether a GPU is visible never matters.
+                                FORCE_CUDA=1 means on.
+    TORCH_CUDA_ARCH_LIST=9.0    compute capabilities to compile for ("8.0 9.0+PTX"). Default: those
+                                of the installed torch, and PTX of the newest for what comes later.
+    CUDA_HOME=/usr/local/cuda   the CUDA toolkit. Default: the one whose nvcc is in PATH.
     DELTANET_WERROR=1           warnings of our own code are errors (developers, CI)
     DEBUG=1                     -O0 -g and assertions
     MAX_JOBS=N                  compile at most N files at once
@@ -17,6 +20,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pybind11
@@ -41,10 +45,35 @@ OPS_SOURCES = [
     "csrc/ops/triangular_inverse_cpu.cpp",
     "csrc/ops/module.cpp",
 ]
-CUDA_SOURCES: list[str] = []
+CUDA_SOURCES = [
+    "csrc/cuda/chunk_table.cu",
+    "csrc/cuda/forward.cu",
+    "csrc/cuda/gate_cumsum.cu",
+    "csrc/cuda/recurrent_forward.cu",
+    "csrc/cuda/simt_forward.cu",
+    "csrc/cuda/tensor_core.cu",
+    "csrc/cuda/tensor_core/prepare_bf16_128.cu",
+    "csrc/cuda/tensor_core/prepare_bf16_64.cu",
+    "csrc/cuda/tensor_core/prepare_fp16_128.cu",
+    "csrc/cuda/tensor_core/prepare_fp16_64.cu",
+    "csrc/cuda/tensor_core/scan_output_bf16_128_exact.cu",
+    "csrc/cuda/tensor_core/scan_output_bf16_128_fast.cu",
+    "csrc/cuda/tensor_core/scan_output_bf16_64_exact.cu",
+    "csrc/cuda/tensor_core/scan_output_bf16_64_fast.cu",
+    "csrc/cuda/tensor_core/scan_output_fp16_128_exact.cu",
+    "csrc/cuda/tensor_core/scan_output_fp16_128_fast.cu",
+    "csrc/cuda/tensor_core/scan_output_fp16_64_exact.cu",
+    "csrc/cuda/tensor_core/scan_output_fp16_64_fast.cu",
+    "csrc/cuda/tensor_core/segments.cu",
+    "csrc/cuda/triangular_inverse.cu",
+    "csrc/ops/gated_delta_rule_cuda.cpp",
+    "csrc/ops/triangular_inverse_cuda.cpp",
+    "csrc/ops/module_cuda.cpp",
+]
 
 OLDEST_TORCH = (2, 10)  # the stable ABI we build for: docs/decisions/0001-stable-abi.md
 TORCH_TARGET_VERSION = f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
+OLDEST_ARCHITECTURE = (7, 5, "")
 
 
 def fail(message: str) -> None:
@@ -64,41 +93,99 @@ def flag(name: str) -> bool:
     return value == "1"
 
 
-def nvcc_release() -> tuple[str, int] | None:
-    """Version text and major version of the nvcc of CUDA_HOME, or else of PATH."""
+@dataclass(frozen=True)
+class Toolkit:
+    """A CUDA toolkit: its own root, which holds include/ and lib64/, and its release."""
+
+    root: Path
+    release: str  # 13.0
+    version: str  # 13.0.88
+    architectures: frozenset[str]  # 75, 80, 90a: what nvcc can compile for
+
+    @property
+    def nvcc(self) -> Path:
+        return self.root / "bin" / "nvcc"
+
+    @property
+    def major(self) -> int:
+        return int(self.release.split(".")[0])
+
+
+def find_toolkit() -> Toolkit | None:
+    """That of CUDA_HOME, or else of the nvcc in PATH, or else in /usr/local/cuda."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc", path=os.path.join(home, "bin") if home else None)
+    if nvcc is None and not home:
+        nvcc = shutil.which("nvcc", path="/usr/local/cuda/bin")
     if nvcc is None:
         return None
-    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
-    found = re.search(r"release (\d+)\.(\d+)", said)
-    return (f"{found[1]}.{found[2]}", int(found[1])) if found else None
+
+    def ask(*arguments: str) -> str:
+        ran = subprocess.run([nvcc, *arguments], capture_output=True, text=True)
+        return ran.stdout + ran.stderr
+
+    release = re.search(r"release (\d+\.\d+), V([\d.]+)", ask("--version"))
+    if release is None:
+        return None
+    # An nvcc in PATH may be a script that calls another one: only nvcc itself knows where it lies.
+    # Beside a script torch would look for the headers and libraries in vain.
+    top = re.search(r"^#\$ TOP=(.*)$", ask("-dryrun", "-c", "any.cu"), re.M)
+    root = Path(top[1].strip()) if top else Path(nvcc).resolve().parent.parent
+    listed = re.findall(r"compute_(\d+[a-z]?)", ask("--list-gpu-arch"))
+    return Toolkit(root.resolve(), release[1], release[2], frozenset(listed))
 
 
-def decide_cuda() -> tuple[bool, str]:
-    """Whether the CUDA kernels are built, and why."""
+def capability(architecture: str) -> tuple[int, int, str]:
+    """90a: (9, 0, "a")."""
+    major, minor, variant = re.fullmatch(r"(\d+)(\d)([a-z]?)", architecture).groups()
+    return int(major), int(minor), variant
+
+
+def architectures_of_torch(toolkit: Toolkit) -> str:
+    """What this torch was built for and nvcc knows, as TORCH_CUDA_ARCH_LIST.
+
+    Torch itself would ask the visible GPUs, and build machines have none.
+    """
+    flags = torch._C._cuda_getArchFlags() or ""
+    known = set(re.findall(r"sm_(\d+[a-z]?)", flags)) & toolkit.architectures
+    ours = sorted(capability(a) for a in known if capability(a) >= OLDEST_ARCHITECTURE)
+    if not ours:
+        fail(
+            f"torch was built for {flags or 'no architecture'} and nvcc {toolkit.version} compiles "
+            "for none of these; TORCH_CUDA_ARCH_LIST says what to build"
+        )
+    return " ".join(f"{major}.{minor}{variant}" for major, minor, variant in ours) + "+PTX"
+
+
+def architectures(toolkit: Toolkit) -> str:
+    """The compute capabilities to build for, as torch reads them."""
+    wish = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    if not wish:
+        return architectures_of_torch(toolkit)
+    if wish == ["native"] and torch.cuda.device_count() == 0:
+        fail("TORCH_CUDA_ARCH_LIST=native and no GPU is visible; name compute capabilities: 9.0")
+    return " ".join(wish)
+
+
+def decide_cuda() -> tuple[Toolkit | None, str]:
+    """The toolkit to build the CUDA kernels with, or None, and why."""
     wish = os.environ.get("DELTANET_CUDA") or ("on" if flag("FORCE_CUDA") else "auto")
     if wish not in ("auto", "on", "off"):
         fail(f"DELTANET_CUDA={wish} is not known; supported: auto, on, off")
     if wish == "off":
-        return False, "DELTANET_CUDA=off"
+        return None, "DELTANET_CUDA=off"
 
-    missing = None
-    if not CUDA_SOURCES:
-        missing = "this version of deltanet_ext has no CUDA kernels yet"
-    elif torch.version.cuda is None:
+    if torch.version.cuda is None:
         missing = f"torch {torch.__version__} is not a CUDA build"
+    elif (toolkit := find_toolkit()) is None:
+        missing = "no nvcc found in CUDA_HOME or PATH"
+    elif toolkit.major != int(torch.version.cuda.split(".")[0]):
+        missing = f"nvcc {toolkit.release} and torch's CUDA {torch.version.cuda} differ in major"
     else:
-        nvcc = nvcc_release()
-        if nvcc is None:
-            missing = "no nvcc found in CUDA_HOME or PATH"
-        elif nvcc[1] != int(torch.version.cuda.split(".")[0]):
-            missing = f"nvcc {nvcc[0]} and torch's CUDA {torch.version.cuda} differ in major"
-    if missing is None:
-        return True, f"torch's CUDA {torch.version.cuda}"
+        return toolkit, f"nvcc {toolkit.version} for torch's CUDA {torch.version.cuda}"
     if wish == "on":
         fail(f"DELTANET_CUDA=on cannot be met: {missing}")
-    return False, missing
+    return None, missing
 
 
 if (
@@ -111,24 +198,21 @@ if (
 if torch_release() < OLDEST_TORCH:
     fail(f"torch {torch.__version__} is too old; supported: 2.10 and newer")
 
-WITH_CUDA, CUDA_REASON = decide_cuda()
+TOOLKIT, CUDA_REASON = decide_cuda()
 DEBUG = flag("DEBUG")
 WERROR = flag("DELTANET_WERROR")
 STANDARD = "c++20" if torch_release() >= (2, 14) else "c++17"  # what torch's own headers ask for
 
 
-def extension() -> cpp_extension.CppExtension:
-    made = cpp_extension.CppExtension(
-        name="deltanet_ext._C",
-        sources=CPU_SOURCES + OPS_SOURCES,
-        define_macros=[
-            ("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION),
-            ("DELTANET_TORCH_VERSION", f'"{torch.__version__}"'),
-            ("DELTANET_CUDA_REASON", f'"{CUDA_REASON}"'),
-        ],
-    )
-    made.include_dirs = [str(ROOT / "csrc")]  # the others: BuildExtension.system_headers
-    made.extra_compile_args = [
+def macros(**values: str) -> list[tuple[str, str]]:
+    return [
+        ("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION),
+        *((f"DELTANET_{name}", f'"{value}"') for name, value in values.items()),
+    ]
+
+
+def cxx_flags() -> list[str]:
+    return [
         f"-std={STANDARD}",
         "-fvisibility=hidden",
         *(["-O0", "-g", "-UNDEBUG"] if DEBUG else ["-O3"]),
@@ -136,8 +220,59 @@ def extension() -> cpp_extension.CppExtension:
         "-Wextra",
         *(["-Werror"] if WERROR else []),
     ]
+
+
+def extension() -> cpp_extension.CppExtension:
+    made = cpp_extension.CppExtension(
+        name="deltanet_ext._C",
+        sources=CPU_SOURCES + OPS_SOURCES,
+        define_macros=[
+            *macros(TORCH_VERSION=torch.__version__, CUDA_REASON=CUDA_REASON),
+            ("DELTANET_CUDA_BUILT", "1" if TOOLKIT else "0"),
+        ],
+    )
+    made.include_dirs = [str(ROOT / "csrc")]  # the others: BuildExtension.system_headers
+    made.extra_compile_args = {"cxx": cxx_flags()}
     # The stable ABI lives in torch_cpu; we call nothing of torch_python or c10.
     made.libraries = ["torch", "torch_cpu"]
+    return made
+
+
+def cuda_extension(toolkit: Toolkit) -> cpp_extension.CUDAExtension:
+    cpp_extension.CUDA_HOME = str(toolkit.root)  # what torch found may be a script's folder
+    os.environ["TORCH_CUDA_ARCH_LIST"] = architectures(toolkit)
+    if shutil.which("ccache"):
+        os.environ.setdefault("PYTORCH_NVCC", f"ccache {toolkit.nvcc}")
+    made = cpp_extension.CUDAExtension(name="deltanet_ext._C_cuda", sources=CUDA_SOURCES)
+    made.include_dirs = [str(ROOT / "csrc")]
+    # As flags of the C++ files: the kernels know nothing of torch, versions or names of ours, and
+    # need not be compiled again when one of these changes.
+    facts = macros(
+        TORCH_VERSION=torch.__version__,
+        NVCC_VERSION=toolkit.version,
+        CUDA_ARCHITECTURES=os.environ["TORCH_CUDA_ARCH_LIST"],
+    )
+    made.extra_compile_args = {
+        "cxx": [
+            *cxx_flags(),
+            "-DUSE_CUDA",  # the CUDA functions of the stable ABI
+            *(f"-D{name}={value}" for name, value in facts),
+            *("-isystem", str(toolkit.root / "include")),
+        ],
+        "nvcc": [
+            "-std=c++17",  # the kernels include nothing of torch
+            *(["-O0", "-g", "-UNDEBUG"] if DEBUG else ["-O3"]),
+            "-lineinfo",  # profilers and compute-sanitizer name source lines; costs no speed
+            "--extended-lambda",
+            "-Xcompiler=-fvisibility=hidden,-Wall",
+            # torch switches these conversions off for files that include its own types
+            "-U__CUDA_NO_HALF_OPERATORS__",
+            "-U__CUDA_NO_HALF_CONVERSIONS__",
+            "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
+            "-U__CUDA_NO_HALF2_OPERATORS__",
+        ],
+    }
+    made.libraries = ["torch", "torch_cpu", "torch_cuda", "cudart"]
     return made
 
 
@@ -150,12 +285,23 @@ class BuildExtension(cpp_extension.BuildExtension):
         super().finalize_options()
 
     def build_extensions(self) -> None:
+        version = f'-DDELTANET_VERSION="{self.distribution.get_version()}"'
+        headers = self.system_headers()
         for made in self.extensions:
-            made.define_macros.append(("DELTANET_VERSION", f'"{self.distribution.get_version()}"'))
-            for folder in self.system_headers():
-                made.extra_compile_args += ["-isystem", folder]
+            flags = made.extra_compile_args["cxx"]
+            flags.append(version)
+            for folder in headers:
+                flags += ["-isystem", folder]
         self.say_what_is_built()
         super().build_extensions()
+
+    def build_extension(self, made: setuptools.Extension) -> None:
+        # Each extension has a build.ninja of its own.
+        build_temp = self.build_temp
+        if made.name.endswith("_cuda"):
+            self.build_temp = os.path.join(build_temp, "cuda")
+        super().build_extension(made)
+        self.build_temp = build_temp
 
     def system_headers(self) -> list[str]:
         """Folders with the headers of pybind11 and torch. As system headers they give no warnings.
@@ -189,7 +335,11 @@ class BuildExtension(cpp_extension.BuildExtension):
                 if platform.machine() in ("x86_64", "AMD64")
                 else "scalar"
             ),
-            "CUDA kernels": "built: " + CUDA_REASON if WITH_CUDA else "not built: " + CUDA_REASON,
+            "CUDA kernels": (
+                f"{CUDA_REASON}; compute capabilities {os.environ['TORCH_CUDA_ARCH_LIST']}"
+                if TOOLKIT
+                else f"not built: {CUDA_REASON}"
+            ),
         }
         print(f"deltanet_ext {self.distribution.get_version()}")
         for name, what in rows.items():
@@ -202,4 +352,7 @@ if shutil.which("ccache"):
     os.environ.setdefault("CCACHE_BASEDIR", str(ROOT))
     os.environ.setdefault("CCACHE_NOHASHDIR", "1")
 
-setuptools.setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExtension})
+setuptools.setup(
+    ext_modules=[extension(), *([cuda_extension(TOOLKIT)] if TOOLKIT else [])],
+    cmdclass={"build_ext": BuildExtension},
+)

@@ -14,6 +14,12 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from deltanet_ext import _autograd, _fake, _load
+from deltanet_ext._settings import (
+    batch_invariant,
+    cuda_precision,
+    get_cuda_precision,
+    is_batch_invariant,
+)
 from deltanet_ext.ops import (
     available_cpu_isas,
     build_info,
@@ -37,12 +43,16 @@ except PackageNotFoundError:  # run from a source tree that is not installed
 
 __all__ = [
     "available_cpu_isas",
+    "batch_invariant",
     "build_info",
     "chunk_gated_delta_rule",
     "chunk_transition",
     "cpu_isa",
+    "cuda_precision",
     "force_cpu_isa",
     "fused_recurrent_gated_delta_rule",
+    "get_cuda_precision",
+    "is_batch_invariant",
     "recurrent_gated_delta_rule",
     "unit_lower_triangular_inverse",
 ]

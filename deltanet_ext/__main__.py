@@ -22,6 +22,19 @@ def _version_of(package: str) -> str:
         return "not installed"
 
 
+def _cuda_kernels() -> str:
+    """Which GPUs the CUDA kernels would run on, or why there are none."""
+    build = deltanet_ext.build_info()
+    if not build["cuda"]:
+        return str(build["cuda_reason"])
+    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    return (
+        f"{deltanet_ext.get_cuda_precision()}, "
+        f"{'batch invariant' if deltanet_ext.is_batch_invariant() else 'not batch invariant'}; "
+        f"GPUs: {', '.join(gpus) or 'none is visible'}"
+    )
+
+
 def info() -> int:
     """Prints what a bug report needs: versions, how the library was built, what would run."""
     facts: dict[str, object] = {
@@ -36,6 +49,7 @@ def info() -> int:
         facts |= {
             "cpu kernels": f"{deltanet_ext.cpu_isa()} (this machine runs: "
             f"{', '.join(deltanet_ext.available_cpu_isas())})",
+            "cuda kernels": _cuda_kernels(),
             **{f"build: {name}": fact for name, fact in deltanet_ext.build_info().items()},
         }
     except ImportError as error:
@@ -72,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument("--threads", type=int, help="default: one per idle core")
     show.add_argument("--json", metavar="PATH", help="write the figures there as well")
 
-    commands.add_parser("info", help="versions, build and CPU kernels, for a bug report")
+    commands.add_parser("info", help="versions, build and kernels, for a bug report")
     return top
 
 

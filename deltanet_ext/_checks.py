@@ -7,7 +7,8 @@ layer and token, so it counts in nanoseconds). Only when something is not plain 
 argument, what it got and what is supported. What is unusual but right passes both.
 
 Nothing here reads the contents of a tensor, with one exception: `cu_seqlens` on the CPU, in eager
-mode. The C++ operators check everything again, also what a traced graph cannot.
+mode. Contents on a GPU are never waited for; its kernels keep within bounds whatever they find. The
+C++ operators check everything again, also what a traced graph cannot.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from deltanet_ext import _load
 from deltanet_ext._autograd import NOT_BUILT
 
 MAX_HEAD_DIM = 256
 MAX_INVERSE_SIZE = 128
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_CUDA_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INDICES = (torch.int64, torch.int32)
-_DEVICES = ("cpu", "meta")  # meta: shapes only
+_CUDA = _load.cuda_library() is not None
 
 
 def check_chunk_size(call: str, chunk_size: int) -> None:
@@ -133,6 +136,7 @@ def check_inverse(call: str, L: Tensor) -> None:
             f"{call}: L has size C = {L.shape[-1]}; supported: 1 to {MAX_INVERSE_SIZE}"
         )
     _need_device(call, "L", L, L.device)
+    _need_cuda_dtype(call, "L", L)
     if torch.is_grad_enabled():
         _refuse_grad(call, L=L)
 
@@ -150,6 +154,7 @@ def _plain_tokens(query: Any, key: Any, value: Any, g: Any, beta: Any) -> bool:
         return False
     batch, tokens, key_heads, dim_k = key_shape
     value_batch, value_tokens, heads, dim_v = value_shape
+    on = _plain_device(query)
     return (
         (query is key or query.shape == key_shape)
         and batch == value_batch
@@ -160,21 +165,24 @@ def _plain_tokens(query: Any, key: Any, value: Any, g: Any, beta: Any) -> bool:
         and 1 <= dim_v <= MAX_HEAD_DIM
         and key.dtype == dtype
         and value.dtype == dtype
-        and _is_plain(query)
-        and _is_plain(key)
-        and _is_plain(value)
-        and (g is None or _plain_per_token(g, batch, tokens, heads, dtype))
-        and (beta is None or _plain_per_token(beta, batch, tokens, heads, dtype))
+        and (on is None or (on.type == "cuda" and _CUDA and dtype in _CUDA_FLOATS))
+        and _is_plain(query, on)
+        and _is_plain(key, on)
+        and _is_plain(value, on)
+        and (g is None or _plain_per_token(g, batch, tokens, heads, dtype, on))
+        and (beta is None or _plain_per_token(beta, batch, tokens, heads, dtype, on))
     )
 
 
-def _plain_per_token(x: Any, batch: int, tokens: int, heads: int, dtype: torch.dtype) -> bool:
+def _plain_per_token(
+    x: Any, batch: int, tokens: int, heads: int, dtype: torch.dtype, on: torch.device | None
+) -> bool:
     return (
         isinstance(x, Tensor)
         and not x.is_nested
         and x.shape == (batch, tokens, heads)
         and (x.dtype == dtype or (x.dtype == torch.float32 and dtype != torch.float64))
-        and _is_plain(x)
+        and _is_plain(x, on)
     )
 
 
@@ -186,25 +194,30 @@ def _plain_state(query: Tensor, value: Tensor, state: Any, state_v_first: bool) 
         and state.shape
         == ((batch, heads, dim_v, dim_k) if state_v_first else (batch, heads, dim_k, dim_v))
         and state.dtype in _FLOATS
-        and _is_plain(state)
+        and _is_plain(state, _plain_device(query))
     )
 
 
 def _plain_gate(value: Tensor, g: Any, A_log: Any, dt_bias: Any) -> bool:
-    heads = value.shape[2]
+    heads, on = value.shape[2], _plain_device(value)
     return (
         g is not None
-        and _plain_per_head(A_log, heads)
-        and (dt_bias is None or _plain_per_head(dt_bias, heads))
+        and _plain_per_head(A_log, heads, on)
+        and (dt_bias is None or _plain_per_head(dt_bias, heads, on))
     )
 
 
-def _plain_per_head(x: Any, heads: int) -> bool:
-    return isinstance(x, Tensor) and x.shape == (heads,) and x.dtype in _FLOATS and _is_plain(x)
+def _plain_per_head(x: Any, heads: int, on: torch.device | None) -> bool:
+    return isinstance(x, Tensor) and x.shape == (heads,) and x.dtype in _FLOATS and _is_plain(x, on)
 
 
-def _is_plain(x: Tensor) -> bool:
-    return x.is_cpu and x.layout is torch.strided
+def _plain_device(x: Tensor) -> torch.device | None:
+    """None is the CPU, the device that is asked for without making an object."""
+    return None if x.is_cpu else x.device
+
+
+def _is_plain(x: Tensor, on: torch.device | None) -> bool:
+    return (x.is_cpu if on is None else x.device == on) and x.layout is torch.strided
 
 
 # ---- the thorough pass: raises, or agrees ----------------------------------------------
@@ -265,6 +278,7 @@ def _explain_tokens(
     for name, given in {**required, "g": g, "beta": beta, "cu_seqlens": cu_seqlens}.items():
         if isinstance(given, Tensor):
             _need_device(call, name, given, first.device)
+    _need_cuda_dtype(call, first_name, first)
     if cu_seqlens is not None:
         _explain_cu_seqlens(call, cu_seqlens, batch, tokens)
 
@@ -438,15 +452,26 @@ def _need_device(call: str, name: str, x: Tensor, device: torch.device) -> None:
     if x.layout is not torch.strided:
         layout = str(x.layout).removeprefix("torch.")
         raise TypeError(f"{call}: {name} has layout {layout}; supported: strided")
-    if x.device.type not in _DEVICES:
+    if x.device.type not in ("cpu", "cuda", "meta"):  # meta: shapes only
         raise ValueError(
-            f"{call}: {name} is on {x.device}; "
-            "supported: cpu (this build has no kernels for other devices)"
+            f"{call}: {name} is on {x.device}; supported: {'cpu, cuda' if _CUDA else 'cpu'} "
+            "(there are no kernels for other devices)"
         )
+    if x.device.type == "cuda" and not _CUDA:
+        raise ValueError(f"{call}: {name} is on {x.device}; supported: cpu ({_load.why_no_cuda()})")
     if x.device != device:
         raise ValueError(
             f"{call}: {name} is on {x.device} and other arguments are on {device}; "
             "supported: one device"
+        )
+
+
+def _need_cuda_dtype(call: str, name: str, x: Tensor) -> None:
+    """fp64 is for gradient checks, which need no GPU."""
+    if x.device.type == "cuda" and x.dtype == torch.float64:
+        raise TypeError(
+            f"{call}: {name} is float64 on {x.device}; supported there: float32, bfloat16, float16 "
+            "(float64 on cpu only)"
         )
 
 

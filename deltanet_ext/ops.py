@@ -9,6 +9,9 @@ Common to all (equation numbers are those of docs/algorithm.md):
   from 1 to 256, T from 0. N is B, or the number of sequences in `cu_seqlens`. Any strides.
 * dtypes: query, key, value are all float32, bfloat16, float16 or float64. g and beta are float32 or
   of query's dtype (float64 for float64). All arithmetic, and the state, is fp32 (fp64 for float64).
+* Devices: the CPU, and CUDA where `build_info()["cuda"]`; all tensors of a call on one of them.
+  float64 on the CPU only. `cu_seqlens` on a GPU is never waited for: what is wrong with it there is
+  no error, and its tokens and states are arbitrary.
 * Outputs are new contiguous tensors; no argument is ever written.
 * Gradients are not built yet: a tensor that requires grad raises NotImplementedError.
 """
@@ -266,12 +269,24 @@ def unit_lower_triangular_inverse(L: Tensor) -> Tensor:
 
 
 def build_info() -> dict[str, Any]:
-    """How the compiled library was built: version, compiler, torch target, ISAs, CUDA or why not.
+    """How the compiled libraries were built: version, compiler, torch target, ISAs, CUDA.
+
+    `cuda` is True when the CUDA kernels are built and loaded; `cuda_reason` says with what they
+    were built, or why they are missing. With them come `cuda_architectures` (as in
+    TORCH_CUDA_ARCH_LIST), `cuda_nvcc` and `cuda_built_with_torch`.
 
     >>> "scalar" in build_info()["cpu_isas_built"]
     True
     """
-    return dict(_load.library().build_info())
+    info = dict(_load.library().build_info())
+    cuda = _load.cuda_library()
+    info["cuda"] = cuda is not None
+    if cuda is None:
+        info["cuda_reason"] = _load.why_no_cuda()
+        return info
+    facts = cuda.build_info()
+    names = ("architectures", "nvcc", "built_with_torch")
+    return info | {f"cuda_{name}": facts[name] for name in names}
 
 
 def available_cpu_isas() -> list[str]:

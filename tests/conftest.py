@@ -63,7 +63,9 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 @pytest.fixture(autouse=True)
 def _no_leftovers() -> Iterator[None]:
-    """A test that leaves an ISA forced would change what every later test measures."""
+    """A test that leaves a switch set would change what every later test measures."""
     isa = deltanet_ext.cpu_isa()
     yield
     assert deltanet_ext.cpu_isa() == isa, "the test left another instruction set forced"
+    assert not deltanet_ext.is_batch_invariant(), "the test left batch invariance switched on"
+    assert deltanet_ext.get_cuda_precision() == "exact", "the test left another precision set"

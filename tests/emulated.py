@@ -55,9 +55,14 @@ def runtime() -> ctypes.CDLL:
 
 @functools.cache
 def load() -> Any:
-    """The operators, as `torch.ops.deltanet_ext_emulated`."""
+    """The operators, as `torch.ops.deltanet_ext_emulated`. They follow deltanet_ext's switches."""
+    from deltanet_ext import _settings
+
     runtime()
-    torch.ops.load_library(str(build.operators()))
+    library = str(build.operators())
+    torch.ops.load_library(library)
+    _settings._listeners.append(ctypes.CDLL(library).ptx_emulated_operators_set)
+    _settings._tell()
     return getattr(torch.ops, NAMESPACE)
 
 

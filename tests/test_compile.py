@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensor
 
 import deltanet_ext
 from cases import Case
 from closeness import assert_same_bits
+from deltanet_ext import _checks
 
 FUNCTIONS = (deltanet_ext.chunk_gated_delta_rule, deltanet_ext.recurrent_gated_delta_rule)
 # One of them in the quick run: both share everything that is traced.
@@ -182,6 +184,25 @@ def test_fake_tensors_with_packed_sequences() -> None:
         out, state = deltanet_ext.chunk_gated_delta_rule(**args)
     assert out.shape == (1, 40, 4, 24)
     assert state.shape == (2, 4, 16, 24)
+
+
+@pytest.mark.parametrize("name", ["plain", "no state", "V first", "packed", "gate in kernel"])
+def test_fake_tensors_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a compiler sees a call on CUDA: results lie where the arguments do. Nothing is read."""
+    monkeypatch.setattr(_checks, "_CUDA", True)
+    args = inputs(40, **OPTIONS[name])
+    want = deltanet_ext.chunk_gated_delta_rule(**args)
+    gpu = torch.device("cuda", 0)
+    meta = {n: x.to("meta") if isinstance(x, Tensor) else x for n, x in args.items()}
+    with torch._subclasses.FakeTensorMode() as mode:
+        moved = {n: FakeTensor(mode, x, gpu) if isinstance(x, Tensor) else x
+                 for n, x in meta.items()}  # fmt: skip
+        got = deltanet_ext.chunk_gated_delta_rule(**moved)
+    for x, y in zip(got, want, strict=True):
+        assert (x is None) == (y is None)
+        if x is not None:
+            assert x.device == gpu
+            assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -10,7 +10,7 @@ import pytest
 import deltanet_ext
 from deltanet_ext import ops
 
-MODULES = ["deltanet_ext", "deltanet_ext.ops", "deltanet_ext.reference"]
+MODULES = ["deltanet_ext", "deltanet_ext._settings", "deltanet_ext.ops", "deltanet_ext.reference"]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -91,8 +91,93 @@ def test_version_is_the_version_of_the_library() -> None:
 def test_build_info_says_why_there_is_no_cuda() -> None:
     info = deltanet_ext.build_info()
     assert info["torch_target"] == "2.10"
-    assert info["cuda"] is False
+    assert isinstance(info["cuda"], bool)
     assert info["cuda_reason"]
+    assert info["cuda"] or info["cuda_reason"] == deltanet_ext._load.why_no_cuda()
+
+
+# The library as it is, but saying that the CUDA kernels were built beside it.
+LIBRARY = deltanet_ext._load.library().__file__
+WITH_CUDA = f"""
+import importlib.util, sys, types
+import torch
+spec = importlib.util.spec_from_file_location("deltanet_ext._C", {LIBRARY!r})
+library = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(library)
+facts = library.build_info() | {{"cuda": True, "cuda_reason": "nvcc 13.0.1 for torch's CUDA 13.0"}}
+library.build_info = lambda: dict(facts)
+sys.modules["deltanet_ext._C"] = library
+cuda = types.ModuleType("deltanet_ext._C_cuda")
+cuda.build_info = lambda: {{
+    "version": facts["version"], "nvcc": "13.0.1", "architectures": "9.0+PTX",
+    "built_with_torch": "2.14.1",
+}}
+told = []
+cuda.set_batch_invariant = lambda on: told.append(("batch invariant", on))
+cuda.set_fast = lambda on: told.append(("fast", on))
+sys.modules["deltanet_ext._C_cuda"] = cuda
+"""
+
+
+def lines(code: str) -> list[str]:
+    done = python(WITH_CUDA + code)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_cuda_kernels_that_load() -> None:
+    found = lines(
+        "import deltanet_ext as d; from deltanet_ext import _load\n"
+        "info = d.build_info()\n"
+        "print(_load.why_no_cuda(), info['cuda'], info['cuda_reason'])\n"
+        "print(info['cuda_architectures'], info['cuda_nvcc'], info['cuda_built_with_torch'])\n"
+        "with d.batch_invariant(True), d.cuda_precision('fast'): pass\n"
+        "print(told)\n"
+    )
+    assert found[0] == "None True nvcc 13.0.1 for torch's CUDA 13.0"
+    assert found[1] == "9.0+PTX 13.0.1 2.14.1"
+    changes = [
+        ("batch invariant", True), ("fast", False),
+        ("batch invariant", True), ("fast", True),
+        ("batch invariant", True), ("fast", False),
+        ("batch invariant", False), ("fast", False),
+    ]  # fmt: skip
+    assert found[2] == str(changes)
+
+
+@pytest.mark.parametrize(
+    ("breaking", "reason"),
+    [
+        ("sys.modules['deltanet_ext._C_cuda'] = None", "failed to load: import of deltanet_ext._C"),
+        (
+            "good = cuda.build_info(); cuda.build_info = lambda: good | {'version': '0.0.9'}",
+            "failed to load: deltanet_ext._C_cuda is of version 0.0.9 and deltanet_ext._C of",
+        ),
+        (
+            "facts['cuda'] = False; facts['cuda_reason'] = 'DELTANET_CUDA=off'",
+            "are not built: DELTANET_CUDA=off",
+        ),
+    ],
+    ids=["cannot be loaded", "another version", "not built, but left from an earlier build"],
+)
+def test_cuda_kernels_that_do_not_load(breaking: str, reason: str) -> None:
+    """Importing works, the CPU works, and the reason is kept for whoever asks for CUDA."""
+    found = lines(
+        f"{breaking}\n"
+        "import deltanet_ext as d\n"
+        "L = torch.zeros(2, 2)\n"
+        "print(d.unit_lower_triangular_inverse(L).tolist())\n"
+        "print(d.build_info()['cuda'], d.build_info()['cuda_reason'])\n"
+        "class OnCuda(torch.Tensor):\n"
+        "    device = property(lambda self: torch.device('cuda', 0))\n"
+        "try: d.unit_lower_triangular_inverse(L.as_subclass(OnCuda))\n"
+        "except ValueError as error: print(error)\n"
+    )
+    assert found[0] == "[[1.0, 0.0], [0.0, 1.0]]"
+    assert found[1].startswith(f"False the CUDA kernels {reason}")
+    assert found[2].startswith(
+        f"unit_lower_triangular_inverse: L is on cuda:0; supported: cpu (the CUDA kernels {reason}"
+    )
 
 
 def test_public_names() -> None:

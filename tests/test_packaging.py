@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import deltanet_ext
 
@@ -154,13 +155,13 @@ def setup_py(*arguments: str, **environment: str) -> subprocess.CompletedProcess
 
 
 @needs_checkout
-def test_asking_for_cuda_kernels_that_do_not_exist_yet_is_an_error():
-    ran = setup_py("--name", DELTANET_CUDA="on")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is a CUDA build")
+@pytest.mark.parametrize("variables", [{"DELTANET_CUDA": "on"}, {"FORCE_CUDA": "1"}])
+def test_asking_for_cuda_kernels_that_cannot_be_built_is_an_error(variables):
+    ran = setup_py("--name", **{"DELTANET_CUDA": "", **variables})
     assert ran.returncode != 0
-    assert (
-        "DELTANET_CUDA=on cannot be met: this version of deltanet_ext has no CUDA kernels yet"
-        in (ran.stderr)
-    )
+    reason = f"torch {torch.__version__} is not a CUDA build"
+    assert f"DELTANET_CUDA=on cannot be met: {reason}" in ran.stderr
 
 
 @needs_checkout
@@ -179,10 +180,11 @@ def test_an_unknown_build_setting_is_an_error(variable, value, message):
 
 
 @needs_library
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is a CUDA build")
 def test_build_info_says_why_there_is_no_cuda():
     info = deltanet_ext.build_info()
     assert info["cuda"] is False
-    assert info["cuda_reason"]
+    assert info["cuda_reason"].startswith("the CUDA kernels are not built: ")
 
 
 # ---- version and contents ------------------------------------------------------------------------
@@ -236,8 +238,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path):
     with zipfile.ZipFile(archive) as opened:
         names = set(opened.namelist())
     package = {name for name in names if ".dist-info/" not in name}
-    assert package - {name for name in package if re.match(r"deltanet_ext/_C\..*\.so$", name)} == (
-        files_below("deltanet_ext")
-    )
-    assert len([name for name in package if name.endswith(".so")]) == 1
+    libraries = {name for name in package if re.match(r"deltanet_ext/_C(_cuda)?\..*\.so$", name)}
+    assert package - libraries == files_below("deltanet_ext")
+    assert len(libraries) == 1 + _C.build_info()["cuda"]
     assert [name for name in names if name.endswith("licenses/LICENSE")]

@@ -19,6 +19,11 @@ struct RuleParams : GatedDeltaRuleParams {
   bool cu_seqlens_is_int64 = false;
   int64_t cu_seqlens_stride = 1;
 
+  // Choose the kernels as if each sequence came alone: the same bits in any company.
+  bool batch_invariant = false;
+  // The cheapest mix of split operands instead of splitting all (docs/numerics.md).
+  bool fast = false;
+
   bool packed() const { return device_cu_seqlens != nullptr; }
 };
 

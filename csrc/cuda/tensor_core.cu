@@ -29,6 +29,14 @@ Device current_device() {
           attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)};
 }
 
+// Whether any architecture of this build has the kernels: sm_75 code has no bf16 products, and a
+// newer device may run it, compiled from PTX.
+constexpr bool is_built() {
+  for (const int architecture : {__CUDA_ARCH_LIST__})
+    if (architecture >= 800) return true;
+  return false;
+}
+
 // The instances of one element type and bucket of K.
 struct Kernels {
   void (*prepare)(const Params&, cudaStream_t);
@@ -67,8 +75,9 @@ int columns_of(int warps) { return warps * kWarpColumns; }
 int choose_warps(const RuleParams& p, const Options& options, const Device& device) {
   if (options.warps) return options.warps;
   int warps = 4;
+  const int64_t sequences = p.batch_invariant ? 1 : p.sequences;
   const auto blocks = [&](int w) {
-    return p.sequences * p.value_heads * ((p.dim_v + columns_of(w) - 1) / columns_of(w));
+    return sequences * p.value_heads * ((p.dim_v + columns_of(w) - 1) / columns_of(w));
   };
   while (warps > 1 && columns_of(warps / 2) >= p.dim_v) warps /= 2;
   if (warps == 4 && 2 * blocks(4) <= device.processors) warps = 2;
@@ -138,6 +147,8 @@ struct Plan {
 bool supports(const RuleParams& p) {
   if (p.key.dtype != DType::kBFloat16 && p.key.dtype != DType::kFloat16) return false;
   if (p.dim_k > 128 || p.tokens > 0x7fffff00) return false;
+  // Whether rows of other widths are aligned depends on the axes of size 1, and so on the company.
+  if (p.batch_invariant && (p.dim_k % 8 != 0 || p.dim_v % 8 != 0)) return false;
   if (p.initial_state && p.initial_state.dtype == DType::kFloat64) return false;
   const auto aligned_keys = [&](const View<4>& x) {
     return has_aligned_rows(x, p.batch, p.tokens, p.key_heads, p.dim_k);
@@ -147,7 +158,7 @@ bool supports(const RuleParams& p) {
     return false;
   if (p.output && p.output.stride[3] != 1 && p.dim_v > 1) return false;
   const Device device = current_device();
-  return device.capability >= 80 &&
+  return is_built() && device.capability >= 80 &&
          kernels_of(p, Precision::kExact).shared_bytes(4) <= device.shared;
 }
 

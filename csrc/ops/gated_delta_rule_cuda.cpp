@@ -10,6 +10,7 @@
 
 #include "cuda/forward.h"
 #include "ops/cuda_context.h"
+#include "ops/cuda_settings.h"
 #include "ops/rule_arguments.h"
 
 namespace deltanet::ops {
@@ -27,6 +28,8 @@ cuda::RuleParams check_tokens(const char* op, const Tensor& key, const Tensor& v
   STD_TORCH_CHECK(key.scalar_type() != ScalarType::Double, op,
                   ": the inputs are float64; supported on CUDA: float32, bfloat16, float16 "
                   "(float64 runs on the CPU)");
+  p.batch_invariant = cuda_settings.batch_invariant;
+  p.fast = cuda_settings.fast;
   if (!cu_seqlens) return p;
   check_cu_seqlens(op, *cu_seqlens, p.batch, check_device);
   p.sequences = cu_seqlens->sizes()[0] - 1;
@@ -60,6 +63,7 @@ std::tuple<Tensor, Tensor> gated_delta_rule(const char* op, bool chunked, const 
                                                               x.state_rows(), x.state_columns())
                                                   : new_empty(x.key, {none, 1}, ScalarType::Float);
   set_results(out, final_state, x, p);
+  const CudaDevice device(x.key);  // on which the size of the workspace depends
   const Tensor workspace = new_workspace(x.key, chunked ? cuda::chunk_forward_workspace(p) : 0);
 
   const CudaContext context(
@@ -101,6 +105,7 @@ std::tuple<Tensor, Tensor> chunk_transition(Tensor key, Tensor value, OptionalTe
                                             bool use_qk_l2norm) {
   cuda::RuleParams p = check_tokens("chunk_transition", key, value, g, beta, cu_seqlens);
   p.l2norm = use_qk_l2norm;
+  p.fast = false;  // a map is applied many times, and M cancels
   const Tensor M = new_state(key, p.sequences, p.value_heads, p.dim_k, p.dim_k);
   const Tensor U = new_state(key, p.sequences, p.value_heads, p.dim_k, p.dim_v);
   p.final_state = mutable_view<4>(U);
@@ -110,6 +115,7 @@ std::tuple<Tensor, Tensor> chunk_transition(Tensor key, Tensor value, OptionalTe
   identity.initial_state_is_identity = true;
   identity.final_state = mutable_view<4>(M);
 
+  const CudaDevice device(key);  // on which the sizes of the workspaces depend
   const Tensor workspace = new_workspace(key, cuda::chunk_forward_workspace(p));
   const Tensor second = new_workspace(key, cuda::chunk_forward_workspace(identity));
   const CudaContext context({key, value, g, beta, cu_seqlens}, {M, U, workspace, second});

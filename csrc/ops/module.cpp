@@ -32,8 +32,9 @@ py::dict build_info() {
   info["torch_target"] = std::to_string(TORCH_FEATURE_VERSION >> 56) + "." +
                          std::to_string(TORCH_FEATURE_VERSION >> 48 & 0xff);
   info["cpu_isas_built"] = deltanet::cpu::built_isas();
-  info["cuda"] = false;
-  info["cuda_reason"] = DELTANET_CUDA_REASON;  // why not
+  // Whether _C_cuda was built beside this library, and with what, or why not.
+  info["cuda"] = bool(DELTANET_CUDA_BUILT);
+  info["cuda_reason"] = DELTANET_CUDA_REASON;
   return info;
 }
 

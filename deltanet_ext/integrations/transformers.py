@@ -14,8 +14,8 @@ hook, in each one that is imported later. It imports nothing of transformers its
 were built before the call are switched as well: they look the function up at every call.
 
 A call that the operators cannot serve goes to the function that was there before, and the log says
-why, once per reason: gradients are needed, a tensor is not on the CPU, an unsupported dtype or
-head dim.
+why, once per reason: gradients are needed, a tensor is on a device without kernels, an unsupported
+dtype or head dim.
 
 Models also pass arguments that are none of the rule's business (`use_cache`,
 `output_router_logits`, ...). The wrapper drops them, as transformers does. `cu_seqlens` is used:
@@ -41,7 +41,7 @@ from typing import Any
 
 import torch
 
-from deltanet_ext import ops
+from deltanet_ext import _load, ops
 
 __all__ = ["Report", "disable", "enable", "enabled", "report"]
 
@@ -115,8 +115,8 @@ def _reason_to_decline(call: dict[str, Any]) -> str | None:
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             return "query, key, value, g and beta are not all tensors"
-        if not tensor.is_cpu:
-            return f"a tensor is on {tensor.device.type} and only the CPU is built"
+        if not tensor.is_cpu and (why := _no_kernels_for(tensor.device, query)):
+            return why
         needs_grad = needs_grad or tensor.requires_grad
     if needs_grad and torch.is_grad_enabled():
         return "gradients are needed and only the forward pass is built"
@@ -138,6 +138,21 @@ def _reason_to_decline(call: dict[str, Any]) -> str | None:
     if packed and (initial_state is not None or call.get("output_final_state")):
         return "a packed batch with a cache (use_cache=False keeps the sequences apart)"
     return None
+
+
+def _is_ours(device: torch.device) -> bool:
+    return device.type == "cpu" or (device.type == "cuda" and _load.why_no_cuda() is None)
+
+
+def _no_kernels_for(device: torch.device, query: torch.Tensor) -> str | None:
+    """Why a call with a tensor on this device, which is not the CPU, is not ours."""
+    if device.type != "cuda":
+        return f"a tensor is on {device.type} and there are no kernels for it"
+    if (why := _load.why_no_cuda()) is not None:
+        return f"a tensor is on {device.type} and {why}"
+    if device != query.device:
+        return f"tensors are on {device} and {query.device}"
+    return "query is float64 on cuda" if query.dtype == torch.float64 else None
 
 
 def _log_once(reason: str) -> None:
@@ -182,7 +197,7 @@ def _wrap_convolution(name: str, original: Callable) -> Callable:
     @_named_like(original)
     def causal_conv1d_fn(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         cu_seqlens = kwargs.get("cu_seq_lens_q") if _active else None
-        if cu_seqlens is None or len(cu_seqlens) <= 2 or hidden_states.device.type != "cpu":
+        if cu_seqlens is None or len(cu_seqlens) <= 2 or not _is_ours(hidden_states.device):
             return original(hidden_states, *args, **kwargs)
         kwargs.pop("seq_idx", None)  # says the same as cu_seq_lens_q, and the original refuses it
         edges = [*cu_seqlens.tolist(), hidden_states.shape[-1]]

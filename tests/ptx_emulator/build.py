@@ -379,6 +379,7 @@ OPERATOR_SOURCES = (
     "csrc/ops/triangular_inverse_cuda.cpp",
     "tests/ptx_emulator/operators/gate_cumsum.cpp",
     "tests/ptx_emulator/operators/reads_too_far.cpp",
+    "tests/ptx_emulator/operators/settings.cpp",
     "tests/ptx_emulator/operators/tensor_core.cpp",
 )
 EMULATED_NAMESPACE = "deltanet_ext_emulated"

@@ -365,8 +365,12 @@ struct Prepare {
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocksPerProcessor)
     prepare_kernel(const __grid_constant__ Params p) {
+#if __CUDA_ARCH__ >= 800
   __shared__ typename Traits::Shared shared;
   Prepare<Traits>(p, shared).run();
+#else
+  __trap();  // supports() declines where this would run
+#endif
 }
 
 template <class Element, int kK>

@@ -570,8 +570,12 @@ struct ScanOutput {
 template <class Traits>
 __global__ void __maxnreg__(Traits::kMaxRegisters)
     scan_output_kernel(const __grid_constant__ Params p) {
+#if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(1024) unsigned char storage[];
   ScanOutput<Traits>(p, *reinterpret_cast<typename Traits::Shared*>(storage)).run();
+#else
+  __trap();  // supports() declines where this would run
+#endif
 }
 
 template <class Element, int kK, Precision kPrecision>

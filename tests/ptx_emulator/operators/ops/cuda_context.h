@@ -36,6 +36,11 @@ inline void check_device(const char* op, const char* name, const Tensor& x) {
   STD_TORCH_CHECK(x.is_cpu(), op, ": ", name, " is not on the CPU, where the emulator runs");
 }
 
+// The emulator has one device.
+struct CudaDevice {
+  explicit CudaDevice(const Tensor&) {}
+};
+
 class CudaContext {
  public:
   // Makes the device of the first tensor current. Inputs hold values; outputs hold none yet.
