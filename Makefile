@@ -5,6 +5,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# The environment of `make test-cuda-build`, which needs a torch that is a CUDA build (several GB).
+CUDA_VENV ?= .venv-cuda
 # Passed to the demo, the benchmarks and pytest: make demo ARGS="--help"
 ARGS ?=
 
@@ -25,7 +27,7 @@ PY_FILES := setup.py scripts deltanet_ext tests benchmarks examples
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo dev test test-quick test-cuda test-cpp asan test-avx512-emulated lint fmt bench wheel hooks clean FORCE
+.PHONY: help demo dev test test-quick test-cuda test-cuda-build test-gpu test-cpp asan test-avx512-emulated lint fmt bench wheel hooks clean FORCE
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,7 +56,7 @@ $(STAMPS)/lint: $(STAMPS)/torch requirements/lint.txt
 
 # Changes when a setting that the build depends on does.
 $(STAMPS)/settings: FORCE | $(STAMPS)/venv
-	@echo '$(DELTANET_CUDA) $(DEBUG) $(DELTANET_WERROR) $(CXX)' > $@.now
+	@echo '$(DELTANET_CUDA) $(TORCH_CUDA_ARCH_LIST) $(CUDA_HOME) $(DEBUG) $(DELTANET_WERROR) $(CXX)' > $@.now
 	@cmp -s $@.now $@ || cp $@.now $@
 
 # The stamp carries the time at which the build began: a file saved meanwhile counts as changed.
@@ -63,7 +65,7 @@ $(STAMPS)/extension: $(STAMPS)/build $(STAMPS)/settings $(EXTENSION_SOURCES) set
 	@touch $@.started
 	@scripts/build_extension.sh $(PY)
 	@mv $@.started $@
-ifeq ($(wildcard deltanet_ext/_C*.so),)
+ifeq ($(wildcard deltanet_ext/_C.*.so),)
 $(STAMPS)/extension: FORCE
 endif
 
@@ -94,6 +96,12 @@ test-cpp: $(STAMPS)/build ## the C++ tests alone
 
 test-cuda: $(READY) $(STAMPS)/test ## the CUDA kernels on the PTX emulator (needs nvcc, no GPU); part of `make test`
 	@$(PY) -m pytest -rs tests/test_ptx_emulator.py tests/test_ptx_emulator_torch.py $(ARGS)
+
+test-cuda-build: ## builds the CUDA kernels with a CUDA build of torch, loads them (needs nvcc, no GPU)
+	@scripts/test_cuda_build.sh "$(PYTHON)" "$(CUDA_VENV)" $(ARGS)
+
+test-gpu: ## on a machine with an NVIDIA GPU, torch and nvcc: builds, tests, measures; about eight minutes
+	@PYTHON="$(PYTHON)" benchmarks/on_gpu.sh $(ARGS)
 
 asan: $(STAMPS)/build ## the C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer
 	@scripts/run_cpp_tests.sh asan $(ARGS)
