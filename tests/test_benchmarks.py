@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -124,3 +127,79 @@ def test_cases_count_what_they_say_and_run(tools):
     small = cases.Case("small", 1, 5, 1, 2, key_dim=8, value_dim=8)
     output, _ = deltanet_ext.chunk_gated_delta_rule(**small.inputs(torch.float32))
     assert output.shape == (1, 5, 2, 8)
+
+
+# ---- what runs on a machine with a GPU, rehearsed without one -----------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.delitem(sys.modules, "gpu", raising=False)
+    import gpu
+
+    yield gpu
+    del sys.modules["gpu"]
+
+
+def test_gpu_shapes_count_what_they_say(gpu):
+    (long,) = [s for s in gpu.SHAPES if s.name == "16/32, 1 x 8192"]
+    assert long.tokens == 8192
+    # bf16; two value heads share what a key head reads
+    assert long.bytes / (8192 * 32) == 2 * 2 * 128 / 2 + 2 * 2 * 128 + 6
+    assert long.flop == pytest.approx(8192 * 32 * (6 * 128 * 128 + 128 * (64 + 128)))
+    (decode,) = [s for s in gpu.SHAPES if s.name == "decode 32"]
+    assert decode.bytes > 2 * 4 * 128 * 128 * 32 * 32
+    for shape in gpu.SHAPES:
+        small = gpu.tiny(shape)
+        args = gpu.inputs(small, "cpu", 0)
+        assert args["query"].shape == (small.batch, sum(small.lengths), 1, 128)
+        assert ("cu_seqlens" in args) == (len(shape.lengths) > 1)
+
+
+def test_gpu_measures_and_judges(gpu):
+    row = gpu.measure_shape(gpu.tiny(gpu.SHAPES[0]), "cpu", "exact", 0)
+    assert row["error_against_recurrence"] < 1e-3
+    assert row["ms_median"] > 0
+    result = {"device": "cuda", "rows": [row]}
+    assert "| 2/8, 1 x 2048 | exact |" in gpu.table(result)
+    assert "0.061 | 0.109 | 0.081" in gpu.table(result)
+    assert "nothing" in gpu.table({**result, "device": "cpu"})
+    wrong = torch.zeros(1, 70, 2, 128)
+    with pytest.raises(AssertionError, match="chunks and recurrence differ"):
+        gpu.difference_from_recurrence(
+            gpu.tiny(gpu.SHAPES[0]), gpu.inputs(gpu.tiny(gpu.SHAPES[0]), "cpu", 0), wrong,
+            torch.zeros(1, 2, 128, 128),
+        )  # fmt: skip
+    assert gpu.slug("NVIDIA H200") == "nvidia-h200"
+
+
+def test_gpu_comparison_finds_a_difference(gpu, tmp_path, capsys, monkeypatch):
+    results = {"chunks, bfloat16, chunk: output": torch.ones(4), "transition: M": torch.ones(4)}
+    monkeypatch.setattr(gpu, "exact_results", dict)
+    torch.save(results, tmp_path / "a.pt")
+    torch.save({**results, "transition: M": torch.full((4,), 1.001)}, tmp_path / "b.pt")
+    files = argparse.Namespace(files=[tmp_path / "a.pt", tmp_path / "a.pt"])
+    assert gpu.compare(files)["failed"] == []
+    files.files[1] = tmp_path / "b.pt"
+    assert gpu.compare(files)["failed"] == ["transition: M"]
+    assert "DIFFERS: transition: M" in capsys.readouterr().out
+
+
+def test_on_gpu_says_what_is_wrong():
+    script = BENCHMARKS / "on_gpu.sh"
+
+    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            ["bash", script, *arguments],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+        )
+
+    assert "--fast is not known; supported: --dry-run" in run("--fast").stderr
+    assert "no no-such-python found" in run(PYTHON="no-such-python").stderr
+    if not torch.cuda.is_available():
+        ran = run(PYTHON=sys.executable)
+        assert ran.returncode == 1
+        assert "torch finds no GPU (--dry-run rehearses without one)" in ran.stderr
