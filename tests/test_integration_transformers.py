@@ -257,21 +257,16 @@ def test_the_cached_state_is_not_written(calls):
     assert torch.equal(state, before)
 
 
-def test_training_goes_to_the_original(calls, caplog):
+def test_training_runs_on_the_operators(calls):
     model = build("qwen3_5").train()
     model(IDS, labels=IDS).loss.backward()
     want = [weight.grad.clone() for weight in model.parameters()]
     model.zero_grad()
-    switch._reasons_logged.clear()
     with switch.enabled():
-        for _ in range(2):
-            model.zero_grad()
-            model(IDS, labels=IDS).loss.backward()
-    assert not calls
-    assert all(torch.equal(w, p.grad) for w, p in zip(want, model.parameters(), strict=True))
-    messages = [r.getMessage() for r in caplog.records if r.name == "deltanet_ext"]
-    assert len(messages) == 1
-    assert "gradients are needed" in messages[0]
+        model(IDS, labels=IDS).loss.backward()
+    assert calls["chunk_gated_delta_rule"] == LAYERS.count("linear_attention")
+    for grad, weight in zip(want, model.parameters(), strict=True):
+        assert (weight.grad - grad).norm() <= 2e-3 * grad.norm()
 
 
 @pytest.mark.slow

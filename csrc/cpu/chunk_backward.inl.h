@@ -682,6 +682,8 @@ struct ChunkBackward {
                    columns);
       Real g[C], beta[C];
       load_gates<Real>(p, segment.batch, t, head, count, g, beta);
+      // A piece passes over the rows of later ones, times zero: they must be numbers.
+      if (Forward::end_of_chunk(g, 0, count) < count) std::memset(s.N, 0, sizeof(Real) * C * kRow);
       const Real* S = s.states;
       Real* const next = chunk + 1 < chunks ? s.states + s.state : nullptr;
       int piece = 0;
