@@ -143,8 +143,8 @@ def test_every_kernel_fits_a_block():
     for name, used in kernels.items():
         assert used["REG"] <= 255, f"{name}: {used}"
         assert used["SHARED"] <= 48 << 10, f"{name}: {used}"  # more is dynamic shared memory
-        # What spills is a few addresses, and no array lies in local memory.
-        assert used["STACK"] + used["LOCAL"] <= 64, f"{name}: {used}"
+        # No tile lies in local memory. What may spill beside that: scripts/cuda_resources.py.
+        assert used["STACK"] + used["LOCAL"] <= 256, f"{name}: {used}"
 
 
 # ---- fake kernels and errors, without a GPU ------------------------------------------------------
