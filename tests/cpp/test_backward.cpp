@@ -2,9 +2,12 @@
 //
 // The gradient kernels of every instruction set against the fp64 kernels, which gradcheck judges
 // from Python (tests/test_backward.py).
+#include "cpu/forward.h"
+
+#include <malloc.h>
+
 #include <algorithm>
 
-#include "cpu/forward.h"
 #include "rule_call.h"
 
 namespace deltanet::cpu {
@@ -102,6 +105,19 @@ class GradientCall {
 
 class Backward : public testing_support::EveryIsa {
  protected:
+  void SetUp() override {
+#ifdef __GLIBC__
+    mallopt(M_PERTURB, 0x100);  // malloc'ed memory is full of 0xff, a NaN in every type
+#endif
+    EveryIsa::SetUp();
+  }
+  void TearDown() override {
+    EveryIsa::TearDown();
+#ifdef __GLIBC__
+    mallopt(M_PERTURB, 0);
+#endif
+  }
+
   static void check(const Shape& s, double gate = 0, std::vector<int64_t> cu_seqlens = {}) {
     Options options;
     options.cu_seqlens = std::move(cu_seqlens);
