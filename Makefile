@@ -27,7 +27,7 @@ PY_FILES := setup.py scripts deltanet_ext tests benchmarks examples
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo dev test test-quick test-cuda test-cuda-build test-gpu test-cpp asan test-avx512-emulated lint fmt bench wheel hooks clean FORCE
+.PHONY: help demo dev test test-quick test-cuda test-mutants test-cuda-build test-gpu test-cpp asan test-avx512-emulated lint fmt bench wheel hooks clean FORCE
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -95,7 +95,11 @@ test-cpp: $(STAMPS)/build ## the C++ tests alone
 	@scripts/run_cpp_tests.sh dev $(ARGS)
 
 test-cuda: $(READY) $(STAMPS)/test ## the CUDA kernels on the PTX emulator (needs nvcc, no GPU); part of `make test`
-	@$(PY) -m pytest -rs tests/test_ptx_emulator.py tests/test_ptx_emulator_torch.py $(ARGS)
+	@$(PY) -m pytest -rs tests/test_ptx_emulator.py tests/test_ptx_emulator_torch.py tests/test_cuda_*.py $(ARGS)
+
+test-mutants: $(READY) $(STAMPS)/test ## the CUDA kernels with one bug each: the tests must notice (slow; needs nvcc)
+	@$(PY) -m pytest -rs -m mutants tests/test_cuda_tensor_core_program.py $(ARGS)
+	@$(PY) tests/mutants.py
 
 test-cuda-build: ## builds the CUDA kernels with a CUDA build of torch, loads them (needs nvcc, no GPU)
 	@scripts/test_cuda_build.sh "$(PYTHON)" "$(CUDA_VENV)" $(ARGS)

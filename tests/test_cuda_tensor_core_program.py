@@ -132,6 +132,7 @@ def seeded(folder: Path, bug: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     return build.link(folder / "tensor_core", [object_file])
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("bug", BUGS)
 def test_seeded_bug_is_seen(bug, tmp_path, monkeypatch):
     program = seeded(tmp_path, bug, monkeypatch)
