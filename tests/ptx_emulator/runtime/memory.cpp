@@ -156,6 +156,7 @@ struct Current {  // the access under way
   int site;
   bool reads, writes, strong, pending, is_shared;
   uint64_t offset;
+  std::mutex* held;  // what guards the cells of global memory, or null
 };
 
 // Whether an earlier access happened before the one under way.
@@ -177,6 +178,8 @@ bool ordered(const Current& a, const Stamp& s) { return ordered(a, s.block, s.th
   const std::string who =
       block == a.b->serial ? describe_thread(*a.b, thread) : "a thread of another block";
   const char* where = a.is_shared ? "shared memory" : "global memory";
+  // A fault leaves this fiber for good: nothing would ever unlock, and another worker would wait.
+  if (a.held) a.held->unlock();
   if (pending)
     fault(a.t, a.site, kRace,
           "%s of %s at offset 0x%lx, where the asynchronous copy of %s has not been waited for\n  "
@@ -323,8 +326,9 @@ void join_bytes(Extras& x, Cell& word) {
 
 void check_access(Thread* t, Shadow& s, uint64_t offset, uint32_t size, int site, bool reads,
                   bool writes, bool strong, bool pending, bool is_shared) {
-  Current a{t, t->block, site, reads, writes, strong, pending, is_shared, offset};
   Extras& x = s.parts[is_shared ? 0 : offset / 256 % Shadow::kParts];
+  std::mutex* const held = is_shared ? nullptr : &x.mutex;
+  Current a{t, t->block, site, reads, writes, strong, pending, is_shared, offset, held};
   std::unique_lock<std::mutex> lock(x.mutex, std::defer_lock);
   if (!is_shared) lock.lock();
   if (size < 4) {
