@@ -27,7 +27,7 @@ PY_FILES := setup.py scripts deltanet_ext tests benchmarks examples
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo dev test test-quick test-cuda test-mutants test-cuda-build test-gpu test-cpp asan test-avx512-emulated lint fmt bench wheel hooks clean FORCE
+.PHONY: help demo dev test test-quick test-cuda test-mutants test-transformers test-cuda-build test-gpu test-cpp asan test-avx512-emulated lint fmt bench wheel hooks clean FORCE
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -100,6 +100,9 @@ test-cuda: $(READY) $(STAMPS)/test ## the CUDA kernels on the PTX emulator (need
 test-mutants: $(READY) $(STAMPS)/test ## the CUDA kernels with one bug each: the tests must notice (slow; needs nvcc)
 	@$(PY) -m pytest -rs -m mutants tests/test_cuda_tensor_core_program.py $(ARGS)
 	@$(PY) tests/mutants.py
+
+test-transformers: $(READY) $(STAMPS)/test ## the switch on several versions of transformers, with `kernels` and with fla (minutes)
+	@scripts/test_transformers.sh $(PY) .venv-transformers $(ARGS)
 
 test-cuda-build: ## builds the CUDA kernels with a CUDA build of torch, loads them (needs nvcc, no GPU)
 	@scripts/test_cuda_build.sh "$(PYTHON)" "$(CUDA_VENV)" $(ARGS)

@@ -20,6 +20,8 @@ from deltanet_ext._settings import (
     get_cuda_precision,
     is_batch_invariant,
 )
+from deltanet_ext.integrations._explain import explain
+from deltanet_ext.integrations.transformers import disable, enable, enabled
 from deltanet_ext.ops import (
     available_cpu_isas,
     build_info,
@@ -49,6 +51,10 @@ __all__ = [
     "chunk_transition",
     "cpu_isa",
     "cuda_precision",
+    "disable",
+    "enable",
+    "enabled",
+    "explain",
     "force_cpu_isa",
     "fused_recurrent_gated_delta_rule",
     "get_cuda_precision",

@@ -10,7 +10,7 @@ import time
 import torch
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-from deltanet_ext.integrations.transformers import enabled
+from deltanet_ext import enabled
 
 config = Qwen3NextConfig(
     vocab_size=256,

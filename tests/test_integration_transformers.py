@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,88 +20,9 @@ import torch
 from deltanet_ext import ops
 from deltanet_ext.integrations import transformers as switch
 
-transformers = pytest.importorskip("transformers", minversion="5.15")
+transformers = pytest.importorskip("transformers", minversion="5.22")
 
-LAYERS = ["linear_attention"] * 3 + ["full_attention"]
-SHARED = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "max_position_embeddings": 512,
-    "layer_types": LAYERS,
-}
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-}
-# modeling file: config class, model class, settings on top of SHARED
-KINDS = {
-    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {}),
-    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", EXPERTS),
-    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", EXPERTS),
-    "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", {"linear_num_key_heads": 4}),
-    "lara_mini": ("LaraMiniConfig", "LaraMiniForCausalLM", EXPERTS),
-    "qwen4_exp": (
-        "Qwen4ExpTextConfig",
-        "Qwen4ExpForCausalLM",
-        EXPERTS
-        | {
-            "layer_types": ["linear_attention"] * 3 + ["indexed_attention"],
-            "hc_lowrank": 16,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "partial_rotary_factor": 0.5,
-            },
-            "indexer_n_heads": 2,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 16,
-            "indexer_budget": 256,
-            "indexer_compress_ratio": 4,
-        },
-    ),
-}
-PAST = "past_key_values"
-RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
-
-
-def modeling(kind: str):
-    return importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-
-
-def build(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Module:
-    config_name, model_name, settings = KINDS[kind]
-    folder = f"transformers.models.{kind}"
-    config_class = getattr(importlib.import_module(f"{folder}.configuration_{kind}"), config_name)
-    torch.manual_seed(seed)
-    model = getattr(modeling(kind), model_name)(config_class(**(SHARED | settings))).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.normal_(std=0.2)
-    return model.to(dtype)
-
-
-IDS = torch.randint(3, 128, (2, 70), generator=torch.Generator().manual_seed(1))
-
-
-def greedy(model, ids=IDS, **options) -> torch.Tensor:
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8} | options
-    return model.generate(ids, do_sample=False, eos_token_id=None, pad_token_id=0, **options)
+from tiny_models import IDS, KINDS, LAYERS, PAST, RULES, build, count_calls, greedy, modeling  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -112,21 +33,7 @@ def _switched_off() -> Iterator[None]:
 
 @pytest.fixture
 def calls(monkeypatch) -> Counter:
-    """Counts the calls that arrive at the operators."""
-    counter: Counter = Counter()
-
-    def counting(name: str) -> Callable:
-        operator = getattr(ops, name)
-
-        def call(*args, **kwargs):
-            counter[name] += 1
-            return operator(*args, **kwargs)
-
-        return call
-
-    for name in ("chunk_gated_delta_rule", "recurrent_gated_delta_rule"):
-        monkeypatch.setattr(ops, name, counting(name))
-    return counter
+    return count_calls(monkeypatch)
 
 
 # -- every model ---------------------------------------------------------------------------------
@@ -479,9 +386,8 @@ def test_report():
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        ("5.14.1", "transformers is 5.14.1; supported: 5.15 and newer"),
-        ("4.57.6", "transformers is 4.57.6; supported: 5.15 and newer"),
-        (None, "transformers is not installed; supported: 5.15 and newer"),
+        ("4.56.2", "transformers is 4.56.2; supported: 4.57 and newer"),
+        (None, "transformers is not installed; supported: 4.57 and newer"),
     ],
 )
 def test_versions_that_are_too_old(version, message, monkeypatch):
@@ -491,7 +397,7 @@ def test_versions_that_are_too_old(version, message, monkeypatch):
     assert not switch.report().enabled
 
 
-@pytest.mark.parametrize("version", ["5.15.0", "5.24.0", "5.30.0.dev0", "6.0.0"])
+@pytest.mark.parametrize("version", ["4.57.0", "5.15.0", "5.24.0", "5.30.0.dev0", "6.0.0"])
 def test_versions_that_are_new_enough(version, monkeypatch):
     monkeypatch.setattr(switch, "_installed_version", lambda: version)
     assert switch.enable().transformers == version
@@ -511,7 +417,7 @@ def test_models_imported_later_are_switched_and_nothing_is_imported_by_us():
     code = """
         import sys, torch
         from deltanet_ext.integrations import transformers as switch
-        report = switch.enable()
+        report = switch.enable(quiet=True)
         assert "transformers" not in sys.modules, "enable() imported transformers"
         assert report.functions == (), report
         from transformers.models.qwen3_5 import modeling_qwen3_5 as first

@@ -7,11 +7,13 @@
     disable()             # what was there before, exactly
     with enabled(): ...   # only inside the block
 
-How it works. A modeling file of transformers (5.15 and newer) calls two functions of its own by
-name, `torch_chunk_gated_delta_rule` and `torch_recurrent_gated_delta_rule`. `enable()` puts a
-wrapper in their place, in every modeling file that is imported already and, through an import
-hook, in each one that is imported later. It imports nothing of transformers itself. Models that
-were built before the call are switched as well: they look the function up at every call.
+How it works. A modeling file of transformers calls two functions of its own by name,
+`torch_chunk_gated_delta_rule` and `torch_recurrent_gated_delta_rule`. `enable()` puts a wrapper in
+their place, in every modeling file that is imported already and, through an import hook, in each
+one that is imported later. It imports nothing of transformers itself. Models that were built before
+the call are switched as well: they look the function up at every call. Up to transformers 5.14 each
+layer keeps the functions as attributes of its own; there, a property of the layer's class goes
+before them.
 
 A call that the operators cannot serve goes to the function that was there before, and the log says
 why, once per reason: a tensor is on a device without kernels, gradients are needed there, an
@@ -34,7 +36,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -45,7 +47,7 @@ from deltanet_ext import _load, ops
 
 __all__ = ["Report", "disable", "enable", "enabled", "report"]
 
-OLDEST = (5, 15)
+OLDEST = (4, 57)
 
 # The functions of a modeling file, ours for them, and their parameters in transformers' order.
 _INPUTS = ("query", "key", "value", "g", "beta")
@@ -61,6 +63,15 @@ _RULES = {
     ),
 }
 _CONVOLUTION = "causal_conv1d_fn"
+# Up to 5.14: attributes of a layer, the functions that they stand for, and the names in the
+# modeling file of what transformers itself may have put there.
+_ATTRIBUTES = {
+    "chunk_gated_delta_rule": ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule"),
+    "recurrent_gated_delta_rule": (
+        "torch_recurrent_gated_delta_rule",
+        "fused_recurrent_gated_delta_rule",
+    ),
+}
 
 _MODELING_FILE = re.compile(r"(^|\.)modeling_\w+$")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -75,28 +86,67 @@ _reasons_logged: set[str] = set()
 _active = False
 _enabled_explicitly = False
 _blocks: set[object] = set()
-# (modeling file, function name) -> (the module, our wrapper, what was there before)
-_replaced: dict[tuple[str, str], tuple[ModuleType, Callable, Callable]] = {}
+
+
+@dataclass(frozen=True)
+class _Replacement:
+    """One name that holds something of ours."""
+
+    module: ModuleType  # the modeling file
+    owner: ModuleType | type  # it, or a class in it
+    name: str
+    ours: Any
+    theirs: Any  # what `owner` had under this name; None: nothing
+
+    def undo(self) -> None:
+        if self.owner.__dict__.get(self.name) is not self.ours:
+            return
+        if self.theirs is None:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.theirs)
+
+
+# By modeling file and dotted name in it.
+_replaced: dict[tuple[str, str], _Replacement] = {}
 
 
 @dataclass(frozen=True)
 class Report:
-    """Which functions of which transformers are switched at this moment."""
+    """What is switched at this moment, where it would run, and what was left as it was.
+
+    Attributes:
+        enabled: whether anything is switched.
+        transformers: its version, None if it is not installed.
+        functions: dotted names of the functions and layer attributes that are ours now.
+        backends: device type -> what serves calls with tensors there.
+        left: dotted name -> why it was left to transformers.
+    """
 
     enabled: bool
     transformers: str | None
     functions: tuple[str, ...]
+    backends: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
 
     @property
     def modules(self) -> tuple[str, ...]:
         """The modeling files that were switched, without duplicates, in order."""
-        return tuple(dict.fromkeys(name.rpartition(".")[0] for name in self.functions))
+        files = (re.sub(r"(\.modeling_\w+)\..*", r"\1", name) for name in self.functions)
+        return tuple(dict.fromkeys(files))
 
     def __str__(self) -> str:
         if not self.enabled:
             return "deltanet_ext: transformers is not switched"
-        names = ", ".join(self.modules) or "no modeling file imported yet"
-        return f"deltanet_ext: transformers {self.transformers} is switched ({names})"
+        lines = [f"deltanet_ext: transformers {self.transformers} is switched"]
+        for module in self.modules:
+            names = (n.removeprefix(f"{module}.") for n in self.functions if n.startswith(module))
+            lines.append(f"  {module}: {', '.join(names)}")
+        if not self.modules:
+            lines.append("  no modeling file imported yet; each will be switched when it is")
+        lines += [f"  on {device}: {backend}" for device, backend in self.backends.items()]
+        lines += [f"  left: {name} ({why})" for name, why in self.left.items()]
+        return "\n".join(lines)
 
 
 # -- which calls are ours ------------------------------------------------------------------------
@@ -127,8 +177,8 @@ def _reason_to_decline(call: dict[str, Any]) -> str | None:
         return f"query, key, value are {dtype}, {key.dtype}, {value.dtype}"
     if g.dtype not in (wide, dtype) or beta.dtype not in (wide, dtype):
         return f"g and beta are {g.dtype} and {beta.dtype} with a query in {dtype}"
-    if key.shape[-1] > _LARGEST_HEAD_DIM or value.shape[-1] > _LARGEST_HEAD_DIM:
-        return f"head dims are {key.shape[-1]} and {value.shape[-1]}, above {_LARGEST_HEAD_DIM}"
+    if (why := _too_large(key.shape[-1], value.shape[-1])) is not None:
+        return why
 
     if cu_seqlens is None and call.get("seq_idx") is not None:
         return "the batch is packed by seq_idx without cu_seq_lens_q"
@@ -138,6 +188,13 @@ def _reason_to_decline(call: dict[str, Any]) -> str | None:
     if packed and (initial_state is not None or call.get("output_final_state")):
         return "a packed batch with a cache (use_cache=False keeps the sequences apart)"
     return None
+
+
+def _too_large(dim_k: int, dim_v: int) -> str | None:
+    """Why these head dims are not ours."""
+    if max(dim_k, dim_v) <= _LARGEST_HEAD_DIM:
+        return None
+    return f"head dims are {dim_k} and {dim_v}, above {_LARGEST_HEAD_DIM}"
 
 
 def _is_ours(device: torch.device) -> bool:
@@ -169,6 +226,18 @@ def _log_once(reason: str) -> None:
 def _named_like(original: Callable) -> Callable[[Callable], Callable]:
     """functools.wraps. With the `kernels` package the original is a module with a forward."""
     return functools.wraps(getattr(original, "forward", original))
+
+
+def _marked(ours: Any, theirs: Any) -> Any:
+    """A wrapper that says what it wraps. It names itself, because functools.wraps copies marks."""
+    ours._deltanet_ext = ours, theirs
+    return ours
+
+
+def _original(found: Any) -> Any:
+    """What is behind a wrapper of ours; anything else as it is."""
+    marked, theirs = getattr(found, "_deltanet_ext", (None, None))
+    return theirs if marked is found else found
 
 
 def _wrap_rule(name: str, original: Callable) -> Callable:
@@ -220,21 +289,67 @@ def _is_model(name: str, module: ModuleType) -> bool:
     return _MODELING_FILE.search(name) is not None and all(rule in held for rule in _RULES)
 
 
+def _layers_with_attributes(module: ModuleType) -> list[type]:
+    """The layers of a modeling file that keep the functions as attributes: up to 5.14."""
+
+    def keeps_them(layer: type) -> bool:
+        code = getattr(layer.__dict__.get("__init__"), "__code__", None)
+        return code is not None and set(_ATTRIBUTES) <= set(code.co_names)
+
+    found = [held for held in list(vars(module).values()) if isinstance(held, type)]
+    return [layer for layer in found if layer.__module__ == module.__name__ and keeps_them(layer)]
+
+
+def _attribute(module: ModuleType, name: str) -> property:
+    """Shows what transformers puts into this attribute of a layer through a wrapper, and anything
+    else, such as a function of the user's, as it is."""
+    rule, fast = _ATTRIBUTES[name]
+    theirs = [module.__dict__[rule], module.__dict__.get(fast)]
+    wrappers = [(held, _marked(_wrap_rule(rule, held), held)) for held in theirs if held]
+
+    def get(layer: Any) -> Any:
+        if name not in layer.__dict__:
+            raise AttributeError(name)
+        found = layer.__dict__[name]
+        for original, wrapper in wrappers:
+            if found is original:
+                return wrapper
+        return found
+
+    def put(layer: Any, value: Any) -> None:
+        layer.__dict__[name] = value
+
+    def delete(layer: Any) -> None:
+        del layer.__dict__[name]
+
+    return property(get, put, delete)
+
+
+def _replace(module: ModuleType, owner: ModuleType | type, name: str, ours: Any) -> None:
+    dotted = name if owner is module else f"{owner.__name__}.{name}"
+    # A file that takes the functions of another one may hold a wrapper already.
+    theirs = _original(owner.__dict__.get(name))
+    setattr(owner, name, ours)
+    _replaced[module.__name__, dotted] = _Replacement(module, owner, name, ours, theirs)
+
+
 def _switch(module: ModuleType) -> None:
+    layers = _layers_with_attributes(module)
+    for layer in layers:
+        for name in _ATTRIBUTES:
+            if not isinstance(layer.__dict__.get(name), property):
+                _replace(module, layer, name, _attribute(module, name))
+    if layers:
+        return
     for name in (*_RULES, _CONVOLUTION):
         found = module.__dict__.get(name)
         known = _replaced.get((module.__name__, name))
         # A file that was loaded again has functions of its own, under the same name.
-        if found is None or (known is not None and known[0] is module and known[1] is found):
+        if found is None or (known is not None and known.module is module and known.ours is found):
             continue
-        # A file that takes the functions of another one may hold a wrapper already. The mark names
-        # its owner, because functools.wraps copies marks.
-        owner, original = getattr(found, "_deltanet_ext", (None, None))
-        theirs: Any = original if owner is found else found
-        ours: Any = (_wrap_convolution if name == _CONVOLUTION else _wrap_rule)(name, theirs)
-        ours._deltanet_ext = ours, theirs
-        setattr(module, name, ours)
-        _replaced[module.__name__, name] = module, ours, theirs
+        theirs = _original(found)
+        wrap = _wrap_convolution if name == _CONVOLUTION else _wrap_rule
+        _replace(module, module, name, _marked(wrap(name, theirs), theirs))
 
 
 class _ImportHook(importlib.abc.MetaPathFinder):
@@ -292,11 +407,33 @@ def _check_version() -> None:
         raise ImportError(f"enable: transformers is {version}; supported: {wanted} and newer")
 
 
+def _backends() -> dict[str, str]:
+    why = _load.why_no_cuda()
+    cuda = f"transformers' own functions: {why}" if why else "CUDA kernels"
+    return {"cpu": f"{ops.cpu_isa()} kernels", "cuda": cuda}
+
+
+def _left() -> dict[str, str]:
+    """What looks like ours in the modeling files of this process, and is not."""
+    left = {}
+    for name, module in list(sys.modules.items()):
+        if not _MODELING_FILE.search(name) or not name.startswith("transformers."):
+            continue
+        for held in list(vars(module).values()):
+            if getattr(held, "__module__", None) != name or not isinstance(held, type):
+                continue
+            if held.__name__.endswith("DeltaAttention") and not _is_model(name, module):
+                left[f"{name}.{held.__name__}"] = "Kimi Delta Attention, which is another rule"
+    return left
+
+
 def report() -> Report:
     """What is switched now. Grows when a modeling file is imported while switched."""
     with _lock:
         functions = tuple(f"{module}.{name}" for module, name in _replaced)
-        return Report(_active, _installed_version(), functions)
+        if not _active:
+            return Report(False, _installed_version(), functions)
+        return Report(True, _installed_version(), functions, _backends(), _left())
 
 
 def _switch_on() -> Report:
@@ -317,23 +454,33 @@ def _switch_off() -> None:
     _active = False
     with contextlib.suppress(ValueError):
         sys.meta_path.remove(_hook)
-    for (_, name), (module, ours, theirs) in _replaced.items():
-        if module.__dict__.get(name) is ours:
-            setattr(module, name, theirs)
+    for replacement in _replaced.values():
+        replacement.undo()
     _replaced.clear()
 
 
-def enable() -> Report:
+def enable(*, quiet: bool = False) -> Report:
     """Switch every Gated DeltaNet model of transformers in this process to this package.
 
-    Models built before and after the call are switched. Calling it again does no harm.
-    Raises ImportError when the compiled library or a transformers from 5.15 on is missing.
+    Models built before and after the call are switched, and those of modeling files that are
+    imported later. Calling it again does no harm. Processes that are spawned call it themselves.
+
+    Args:
+        quiet: do not print the report.
+
+    Returns:
+        What is switched, what serves it on which device, and what was left. `report()` asks again.
+
+    Raises:
+        ImportError: the compiled library or a transformers from 4.57 on is missing.
     """
     global _enabled_explicitly
     with _lock:
         switched = _switch_on()
         _enabled_explicitly = True
-        return switched
+    if not quiet:
+        print(switched)
+    return switched
 
 
 def disable() -> None:
