@@ -34,6 +34,7 @@ os.chdir(ROOT)  # sources and build folders are relative to this file, whoever r
 CPU_SOURCES = [
     "csrc/cpu/registry.cpp",
     "csrc/cpu/backward.cpp",
+    "csrc/cpu/causal_conv1d.cpp",
     "csrc/cpu/forward.cpp",
     "csrc/cpu/isa_scalar.cpp",
     "csrc/cpu/isa_avx2.cpp",
@@ -42,6 +43,7 @@ CPU_SOURCES = [
 OPS_SOURCES = [
     "csrc/ops/schema.cpp",
     "csrc/ops/allocate.cpp",
+    "csrc/ops/causal_conv1d_cpu.cpp",
     "csrc/ops/gated_delta_rule_cpu.cpp",
     "csrc/ops/triangular_inverse_cpu.cpp",
     "csrc/ops/module.cpp",

@@ -19,5 +19,7 @@ constexpr Kernels make_kernels() {
       &ChunkBackward<X>::run,
       &TriangularInverse<X>::scratch_bytes,
       &TriangularInverse<X>::run,
+      &CausalConv1d<X>::scratch_bytes,
+      &CausalConv1d<X>::run,
   };
 }

@@ -38,6 +38,7 @@ struct Avx2 {
   static DELTANET_INLINE V add(V a, V b) { return _mm256_add_ps(a, b); }
   static DELTANET_INLINE V sub(V a, V b) { return _mm256_sub_ps(a, b); }
   static DELTANET_INLINE V mul(V a, V b) { return _mm256_mul_ps(a, b); }
+  static DELTANET_INLINE V div(V a, V b) { return _mm256_div_ps(a, b); }
   static DELTANET_INLINE V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
   static DELTANET_INLINE V fnma(V a, V b, V c) { return _mm256_fnmadd_ps(a, b, c); }
   static DELTANET_INLINE float sum(V a) {

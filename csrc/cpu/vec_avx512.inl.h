@@ -36,6 +36,7 @@ struct Avx512 {
   static DELTANET_INLINE V add(V a, V b) { return _mm512_add_ps(a, b); }
   static DELTANET_INLINE V sub(V a, V b) { return _mm512_sub_ps(a, b); }
   static DELTANET_INLINE V mul(V a, V b) { return _mm512_mul_ps(a, b); }
+  static DELTANET_INLINE V div(V a, V b) { return _mm512_div_ps(a, b); }
   static DELTANET_INLINE V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
   static DELTANET_INLINE V fnma(V a, V b, V c) { return _mm512_fnmadd_ps(a, b, c); }
   static DELTANET_INLINE float sum(V a) { return _mm512_reduce_add_ps(a); }

@@ -29,6 +29,7 @@ struct Scalar {
   static DELTANET_INLINE V add(V a, V b) { return a + b; }
   static DELTANET_INLINE V sub(V a, V b) { return a - b; }
   static DELTANET_INLINE V mul(V a, V b) { return a * b; }
+  static DELTANET_INLINE V div(V a, V b) { return a / b; }
   static DELTANET_INLINE V fma(V a, V b, V c) { return a * b + c; }
   static DELTANET_INLINE V fnma(V a, V b, V c) { return c - a * b; }
   static DELTANET_INLINE Real sum(V a) { return a; }
