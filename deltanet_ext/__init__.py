@@ -20,6 +20,7 @@ from deltanet_ext._settings import (
     get_cuda_precision,
     is_batch_invariant,
 )
+from deltanet_ext.layer import causal_conv1d_fn, causal_conv1d_update
 from deltanet_ext.ops import (
     available_cpu_isas,
     build_info,
@@ -45,6 +46,8 @@ __all__ = [
     "available_cpu_isas",
     "batch_invariant",
     "build_info",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
     "chunk_gated_delta_rule",
     "chunk_transition",
     "cpu_isa",

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fake kernels: shapes, dtypes and strides of results, for torch.compile, export and meta tensors.
 
-Every size may be symbolic, so nothing here compares one. All outputs are contiguous.
+Every size may be symbolic, so nothing here compares one. All outputs are contiguous, but those of the
+convolution, whose channels are neighbors.
 """
 
 from __future__ import annotations
@@ -107,6 +108,39 @@ def unit_lower_triangular_inverse(L: Tensor) -> Tensor:
     return L.new_empty(L.shape)
 
 
+def causal_conv1d_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_states: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+    return_final_states: bool,
+) -> tuple[Tensor, Tensor]:
+    batch, channels, _ = x.shape
+    sequences: Any = 0
+    if return_final_states:
+        sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return _channels_last(x), x.new_empty((sequences, channels, weight.shape[1] - 1))
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state_indices: Tensor | None,
+    silu: bool,
+) -> Tensor:
+    return _channels_last(x)
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    batch, channels, tokens = x.shape
+    return x.new_empty((batch, tokens, channels)).transpose(1, 2)
+
+
 def register() -> None:
     for form in ("chunk", "recurrent"):
         name = f"deltanet_ext::{form}_gated_delta_rule_forward"
@@ -117,3 +151,5 @@ def register() -> None:
     torch.library.register_fake(
         "deltanet_ext::unit_lower_triangular_inverse", unit_lower_triangular_inverse
     )
+    torch.library.register_fake("deltanet_ext::causal_conv1d_forward", causal_conv1d_forward)
+    torch.library.register_fake("deltanet_ext::causal_conv1d_update", causal_conv1d_update)

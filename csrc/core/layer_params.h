@@ -21,10 +21,10 @@ struct TokenRun {
 // One call of the causal convolution, equation (29). Sizes: B batch, D channels, T tokens, W taps,
 // N states, S tokens in a state (W - 1, or more).
 struct CausalConv1dParams {
-  int64_t batch = 0;     // B
-  int64_t channels = 0;  // D
-  int64_t tokens = 0;    // T
-  int width = 0;         // W: 1 to kMaxConvWidth
+  int64_t batch = 0;         // B
+  int64_t channels = 0;      // D
+  int64_t tokens = 0;        // T
+  int width = 0;             // W: 1 to kMaxConvWidth
   int64_t state_tokens = 0;  // S
 
   // Together they cover every token once, in order. A sequence without tokens has a run too.
@@ -42,7 +42,9 @@ struct CausalConv1dParams {
                                 // May be the memory of initial_states.
 
   bool is_double() const { return x.dtype == DType::kFloat64; }
-  bool updates_in_place() const { return initial_states && final_states.data == initial_states.data; }
+  bool updates_in_place() const {
+    return initial_states && final_states.data == initial_states.data;
+  }
 };
 
 // The gradients of one call, equations (31) to (33). Every gradient that is wanted is written in

@@ -20,9 +20,9 @@ class ConvPlan {
     // Neighbors in memory are handled one after the other: all channels of a few tokens, or many
     // tokens of some channels. An update in place reads and writes a state in one task.
     const bool channels_are_neighbors = p.x.stride[1] <= p.x.stride[2];
-    piece_ = p.updates_in_place()       ? std::max<int64_t>(p.tokens, 1)
+    piece_ = p.updates_in_place()     ? std::max<int64_t>(p.tokens, 1)
              : channels_are_neighbors ? kConvTokens
-                                        : 16 * kConvTokens;
+                                      : 16 * kConvTokens;
     first_piece_.reserve(size_t(p.run_count) + 1);
     int64_t pieces = 0;
     for (int64_t i = 0; i < p.run_count; ++i) {

@@ -12,12 +12,6 @@
 //
 // Included inside an ISA namespace, after a vector type X.
 
-template <class X>
-DELTANET_INLINE typename X::V sigmoid(typename X::V x) {
-  const auto one = X::set1(1);
-  return X::div(one, X::add(one, X::exp_of_sum(X::sub(X::zero(), x), X::zero())));
-}
-
 // Tokens of a [B, D, T] tensor or a [N, D, S] state, as rows, from token t and a channel on.
 inline ConstMatrix token_rows(const View<3>& x, int64_t batch, int64_t channel, int64_t t) {
   return {x.at(batch * x.stride[0] + channel * x.stride[1] + t * x.stride[2]), x.dtype, x.stride[2],
@@ -109,13 +103,12 @@ struct CausalConv1d {
   static void pack_weights(const CausalConv1dParams& p, const ConvTask& task, Real* taps,
                            Real* bias, int padded) {
     const auto& w = p.weight;
-    pack_few_rows<X>(
-        {w.at(task.channel_begin * w.stride[0]), w.dtype, w.stride[1], w.stride[0]}, p.width,
-        task.channels, taps, kRow, padded);
+    pack_few_rows<X>({w.at(task.channel_begin * w.stride[0]), w.dtype, w.stride[1], w.stride[0]},
+                     p.width, task.channels, taps, kRow, padded);
     if (p.bias)
-      pack_rows<X>({p.bias.at(task.channel_begin * p.bias.stride[0]), p.bias.dtype, 0,
-                    p.bias.stride[0]},
-                   1, task.channels, bias, kRow, 1, padded);
+      pack_rows<X>(
+          {p.bias.at(task.channel_begin * p.bias.stride[0]), p.bias.dtype, 0, p.bias.stride[0]}, 1,
+          task.channels, bias, kRow, 1, padded);
     else
       std::memset(bias, 0, sizeof(Real) * padded);
   }
@@ -154,8 +147,7 @@ struct CausalConv1d {
       for (int i = 0; i < kCount; ++i) z[i] = X::fma(weight, x[i + j], z[i]);
     }
 #pragma GCC unroll 4
-    for (int i = 0; i < kCount; ++i)
-      X::store(out + i * kRow, kSilu ? X::mul(z[i], sigmoid<X>(z[i])) : z[i]);
+    for (int i = 0; i < kCount; ++i) X::store(out + i * kRow, kSilu ? silu<X>(z[i]) : z[i]);
   }
   // out_t from the rows t to t + kTaps - 1
   template <int kTaps, bool kSilu>

@@ -10,6 +10,7 @@ namespace deltanet::cpu::scalar {
 #include "cpu/chunk_backward.inl.h"
 #include "cpu/recurrent_forward.inl.h"
 #include "cpu/triangular_inverse.inl.h"
+#include "cpu/silu.inl.h"
 #include "cpu/causal_conv1d.inl.h"
 #include "cpu/kernel_table.inl.h"
 

@@ -28,7 +28,7 @@ struct ConvTask {
   int64_t channel_begin;
   int channels;  // up to kConvChannels
 };
-constexpr int kConvTokens = 32;    // what a task of the convolution handles at a time
+constexpr int kConvTokens = 32;  // what a task of the convolution handles at a time
 constexpr int kConvChannels = 128;
 
 constexpr size_t kScratchAlignment = 64;

@@ -57,6 +57,14 @@ struct Avx512 {
     return exp_of_sum_by_polynomial<Avx512>(hi, lo);
   }
 
+  static constexpr float kLeastSilu = -87;  // exp(87) is still finite
+  // x * 2^n, where n stands in the low bits of y (vec_math.inl.h)
+  static DELTANET_INLINE V add_to_exponent(V x, V y) {
+    const __m512i n = _mm512_slli_epi32(_mm512_castps_si512(y), 23);
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), n));
+  }
+  static DELTANET_INLINE V one_plus_exp(V x) { return one_plus_exp_by_polynomial<Avx512>(x); }
+
   static DELTANET_INLINE V load_bf16(const uint16_t* p) {
     const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));

@@ -131,8 +131,7 @@ std::tuple<Tensor, Tensor> causal_conv1d_forward(Tensor x, Tensor weight, Option
   set_runs(p, runs.list);
   STD_TORCH_CHECK(!seq_idx || (!initial_states && !return_final_states), op,
                   ": seq_idx does not go with initial or final states; cu_seqlens does");
-  if (initial_states)
-    check_states(op, "initial_states", *initial_states, x, p, runs.sequences);
+  if (initial_states) check_states(op, "initial_states", *initial_states, x, p, runs.sequences);
   p.initial_states = view<3>(initial_states);
   p.silu = silu;
 
