@@ -13,14 +13,14 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from deltanet_ext import _autograd, _fake, _load
+from deltanet_ext import _autograd, _fake, _layer_autograd, _load
 from deltanet_ext._settings import (
     batch_invariant,
     cuda_precision,
     get_cuda_precision,
     is_batch_invariant,
 )
-from deltanet_ext.layer import causal_conv1d_fn, causal_conv1d_update
+from deltanet_ext.layer import causal_conv1d_fn, causal_conv1d_update, gated_rms_norm
 from deltanet_ext.ops import (
     available_cpu_isas,
     build_info,
@@ -36,6 +36,7 @@ from deltanet_ext.ops import (
 if _load.is_loaded():
     _fake.register()
     _autograd.register()
+    _layer_autograd.register()
 
 try:
     __version__ = version("deltanet_ext")
@@ -54,6 +55,7 @@ __all__ = [
     "cuda_precision",
     "force_cpu_isa",
     "fused_recurrent_gated_delta_rule",
+    "gated_rms_norm",
     "get_cuda_precision",
     "is_batch_invariant",
     "recurrent_gated_delta_rule",

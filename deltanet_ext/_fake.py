@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fake kernels: shapes, dtypes and strides of results, for torch.compile, export and meta tensors.
 
-Every size may be symbolic, so nothing here compares one. All outputs are contiguous, but those of the
-convolution, whose channels are neighbors.
+Every size may be symbolic, so nothing here compares one. All outputs are contiguous, but those of
+the convolution, whose channels are neighbors.
 """
 
 from __future__ import annotations
@@ -125,6 +125,30 @@ def causal_conv1d_forward(
     return _channels_last(x), x.new_empty((sequences, channels, weight.shape[1] - 1))
 
 
+def causal_conv1d_backward(
+    grad_out: Tensor | None,
+    grad_final_states: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_states: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+    wanted: int,
+) -> tuple[Tensor, ...]:
+    d_x = _channels_last(x) if wanted & 1 else x.new_empty((0,))
+    others = enumerate((weight, bias, initial_states), 1)
+    return d_x, *(_gradient(x, given, wanted >> i & 1) for i, given in others)
+
+
+def _gradient(x: Tensor, given: Tensor | None, wanted: int) -> Tensor:
+    """Of the shape and dtype of what it belongs to; what is not wanted is empty."""
+    if given is None:
+        return x.new_empty((0,))
+    return x.new_empty(given.shape if wanted else (0,), dtype=given.dtype)
+
+
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,
@@ -134,6 +158,16 @@ def causal_conv1d_update(
     silu: bool,
 ) -> Tensor:
     return _channels_last(x)
+
+
+def gated_rms_norm_forward(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def gated_rms_norm_backward(
+    grad_out: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float, wanted: int
+) -> tuple[Tensor, ...]:
+    return tuple(_gradient(x, given, wanted >> i & 1) for i, given in enumerate((x, gate, weight)))
 
 
 def _channels_last(x: Tensor) -> Tensor:
@@ -151,5 +185,11 @@ def register() -> None:
     torch.library.register_fake(
         "deltanet_ext::unit_lower_triangular_inverse", unit_lower_triangular_inverse
     )
-    torch.library.register_fake("deltanet_ext::causal_conv1d_forward", causal_conv1d_forward)
-    torch.library.register_fake("deltanet_ext::causal_conv1d_update", causal_conv1d_update)
+    for layer_kernel in (
+        causal_conv1d_forward,
+        causal_conv1d_backward,
+        causal_conv1d_update,
+        gated_rms_norm_forward,
+        gated_rms_norm_backward,
+    ):
+        torch.library.register_fake(f"deltanet_ext::{layer_kernel.__name__}", layer_kernel)

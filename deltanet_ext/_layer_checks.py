@@ -126,6 +126,43 @@ def check_update(
                 )
 
 
+def check_norm(call: str, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> None:
+    """The arguments of `gated_rms_norm`."""
+    if (
+        type(eps) is float
+        and eps >= 0
+        and isinstance(x, Tensor)
+        and isinstance(gate, Tensor)
+        and isinstance(weight, Tensor)
+        and not (x.is_nested or gate.is_nested or weight.is_nested)
+        and x.dtype in _FLOATS
+        and x.dim() >= 1
+        and x.shape[-1] >= 1
+        and gate.shape == x.shape
+        and weight.shape == x.shape[-1:]
+        and _is_plain(x, None)
+        and _plain_weight(gate, x.dtype)
+        and _plain_weight(weight, x.dtype)
+    ):
+        return
+    _need_tensor(call, "x", x)
+    _need_dtype(call, "x", x, _FLOATS)
+    if x.dim() < 1 or x.shape[-1] < 1:
+        raise ValueError(f"{call}: x has shape {_shape(x)}; supported: [..., C] with C from 1")
+    _need_cpu(call, "x", x)
+    for name, given, text, wanted in (
+        ("gate", gate, "[..., C]", x.shape),
+        ("weight", weight, "[C]", x.shape[-1:]),
+    ):
+        _need_tensor(call, name, given)
+        _need_shape(call, name, given, text, wanted)
+        _explain_weight(call, name, given, x)
+    if not isinstance(eps, (int, float)) or isinstance(eps, bool):
+        raise TypeError(f"{call}: eps is {_kind(eps)}; supported: float, 0 or more")
+    if not eps >= 0:
+        raise ValueError(f"{call}: eps is {eps}; supported: 0 or more")
+
+
 # ---- the cheap pass: True when everything is as the common case has it -----------------
 
 

@@ -4,9 +4,12 @@ and the gated norm behind it.
 
 Common to all (equation numbers are those of docs/algorithm.md):
 
-* dtypes: x is float32, bfloat16, float16 or float64, and so is the result; weights are float32 or of
-  x's dtype (float64 for float64). All arithmetic is fp32 (fp64 for float64), rounded once.
+* dtypes: x is float32, bfloat16, float16 or float64, and so is the result; weights, biases and
+  gates are float32 or of x's dtype (float64 for float64). All arithmetic is fp32 (fp64 for
+  float64); what is stored in 16 bits is rounded once, at the end.
 * Devices: the CPU.
+* Gradients: of every float argument, by torch.autograd; not of `causal_conv1d_update`. Nothing is
+  kept for them but the inputs. Second derivatives and forward mode raise NotImplementedError.
 * Any strides. Outputs are new; no argument is written but the `conv_state` of
   `causal_conv1d_update` and `final_states_out`, which are there for it.
 * The same bits for any number of threads, and for a sequence alone, in a batch or packed.
@@ -20,10 +23,11 @@ from torch import Tensor
 from deltanet_ext import _layer_checks
 from deltanet_ext.ops import _operator, _run
 
-__all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
+__all__ = ["causal_conv1d_fn", "causal_conv1d_update", "gated_rms_norm"]
 
 _conv_forward = _operator("causal_conv1d_forward")
 _conv_update = _operator("causal_conv1d_update")
+_norm_forward = _operator("gated_rms_norm_forward")
 
 
 def causal_conv1d_fn(
@@ -43,17 +47,17 @@ def causal_conv1d_fn(
         z_t = bias + sum_j weight_j x_{t - (W - 1) + j}        j = 0 .. W - 1
         y_t = z_t, or z_t sigmoid(z_t)
 
-    (The parameters up to `activation` are those of `causal_conv1d_fn` in the causal-conv1d package.)
+    (The parameters up to `activation` are those of the causal-conv1d package.)
 
     Args:
-        x: `[B, D, T]`, T from 0. Channels-last memory (`[B, T, D]` transposed, as a projection gives
-            it) is the fast one.
+        x: `[B, D, T]`, T from 0. Channels-last memory is the fast one (`[B, T, D]` transposed, as
+            a projection gives it).
         weight: `[D, W]`, W from 1 to 8.
         bias: `[D]`. None: 0.
         seq_idx: `[B, T]` int32 or int64, for rows that hold several sequences: neighbors of equal
             number are one sequence; tokens of a negative number belong to none and give zeros.
             Not together with states.
-        initial_states: `[N, D, W - 1]`, of x's dtype: the inputs before the first ones. None: zeros.
+        initial_states: `[N, D, W - 1]` of x's dtype: the inputs before the first. None: zeros.
         return_final_states: also return the last `W - 1` inputs of each sequence, initial ones
             included.
         final_states_out: a tensor `[N, D, W - 1]` of x's dtype that these are written to.
@@ -136,6 +140,36 @@ def causal_conv1d_update(
     )
     _note_write(conv_state)
     return out.squeeze(-1) if x.dim() == 2 else out
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """RMS norm over the last axis, then a gate: equation (30).
+
+        y = weight * x / sqrt(mean(x^2) + eps) * silu(gate)
+
+    (What `Qwen3NextRMSNormGated` and its kin in transformers compute. They round to x's dtype after
+    the norm and after the weight, which is not done here.)
+
+    Args:
+        x: `[..., C]`, C from 1.
+        gate: of the same shape.
+        weight: `[C]`.
+        eps: added to the mean of squares, 0 or more.
+
+    Returns:
+        y of x's shape and dtype, contiguous.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, ImportError: as in `causal_conv1d_fn`.
+
+    >>> x, gate = torch.tensor([[3.0, 4.0]]), torch.tensor([[50.0, 50.0]])
+    >>> y = gated_rms_norm(x, gate, torch.ones(2), eps=0.0) / 50  # silu(50) is 50
+    >>> (y * 12.5**0.5).tolist()  # the mean of squares is 12.5
+    [[3.0, 4.0]]
+    """
+    _layer_checks.check_norm("gated_rms_norm", x, gate, weight, eps)
+    out: Tensor = _run(_norm_forward, x, gate, weight, eps)
+    return out
 
 
 def _note_write(x: Tensor) -> None:

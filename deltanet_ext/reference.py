@@ -25,6 +25,7 @@ __all__ = [
     "L2NORM_EPS",
     "causal_conv1d",
     "chunked",
+    "gated_rms_norm",
     "inverse",
     "l2norm",
     "recurrent",
@@ -228,6 +229,24 @@ def causal_conv1d(
         out[rows, :, tokens] = z if activation is None else z * z.sigmoid()
         ends.append(seen[..., count:])
     return out, torch.cat(ends) if ends else initial_states.to(dtype)
+
+
+def gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """Equation (30): the norm of the last axis, then the weight, then the gate.
+
+    >>> gated_rms_norm(torch.ones(1, 2), torch.zeros(1, 2), torch.ones(2)).tolist()
+    [[0.0, 0.0]]
+    """
+    x, gate = x.to(dtype), gate.to(dtype)
+    normed = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+    return weight.to(dtype) * normed * (gate * gate.sigmoid())
 
 
 def _one_chunk(

@@ -59,4 +59,26 @@ struct CausalConv1dBackwardParams : CausalConv1dParams {
   MutableView<3> d_initial_states;  // [N, D, W - 1]
 };
 
+// One call of the gated norm, equation (30), over the rows of matrices.
+struct GatedRmsNormParams {
+  int64_t rows = 0;     // R
+  int64_t columns = 0;  // C, at least 1
+  double eps = 0;
+
+  View<2> x, gate;  // [R, C]
+  View<1> weight;   // [C]
+
+  MutableView<2> output;  // [R, C]
+
+  bool is_double() const { return x.dtype == DType::kFloat64; }
+};
+
+// The gradients of one call, equations (34) to (36); output of the base is not used.
+struct GatedRmsNormBackwardParams : GatedRmsNormParams {
+  View<2> grad_output;  // [R, C]
+
+  MutableView<2> d_x, d_gate;  // [R, C]
+  MutableView<1> d_weight;     // [C]
+};
+
 }  // namespace deltanet

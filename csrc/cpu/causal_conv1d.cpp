@@ -66,4 +66,15 @@ void causal_conv1d(const CausalConv1dParams& p, const Parallel& parallel) {
             [&](int64_t i, void* mine) { kernels.conv_forward(p, plan.task(i), mine); });
 }
 
+void causal_conv1d_backward(const CausalConv1dBackwardParams& p, const Parallel& parallel) {
+  const Kernels& kernels = p.is_double() ? kernels_f64() : kernels_f32();
+  run_tasks((p.channels + kConvChannels - 1) / kConvChannels,
+            2 * p.batch * p.tokens * p.channels * kWorkPerOutput,
+            kernels.conv_backward_scratch_bytes(p), parallel, [&](int64_t i, void* mine) {
+              const int64_t begin = i * kConvChannels;
+              kernels.conv_backward(
+                  p, begin, int(std::min<int64_t>(kConvChannels, p.channels - begin)), mine);
+            });
+}
+
 }  // namespace deltanet::cpu

@@ -11,4 +11,7 @@ namespace deltanet::cpu {
 // Equation (29).
 void causal_conv1d(const CausalConv1dParams&, const Parallel&);
 
+// Equations (31) to (33).
+void causal_conv1d_backward(const CausalConv1dBackwardParams&, const Parallel&);
+
 }  // namespace deltanet::cpu

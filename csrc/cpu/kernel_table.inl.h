@@ -21,5 +21,11 @@ constexpr Kernels make_kernels() {
       &TriangularInverse<X>::run,
       &CausalConv1d<X>::scratch_bytes,
       &CausalConv1d<X>::run,
+      &CausalConv1dBackward<X>::scratch_bytes,
+      &CausalConv1dBackward<X>::run,
+      &GatedRmsNorm<X>::scratch_bytes,
+      &GatedRmsNorm<X>::run,
+      &GatedRmsNormBackward<X>::scratch_bytes,
+      &GatedRmsNormBackward<X>::run,
   };
 }

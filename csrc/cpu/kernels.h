@@ -57,6 +57,21 @@ struct Kernels {
   // The causal convolution, equation (29).
   size_t (*conv_scratch_bytes)(const CausalConv1dParams&);
   void (*conv_forward)(const CausalConv1dParams&, const ConvTask&, void* scratch);
+
+  // Its gradients for some channels, up to kConvChannels, of all tokens: equations (31) to (33).
+  size_t (*conv_backward_scratch_bytes)(const CausalConv1dBackwardParams&);
+  void (*conv_backward)(const CausalConv1dBackwardParams&, int64_t channel_begin, int channels,
+                        void* scratch);
+
+  // Rows [begin, end) of the gated norm, equation (30).
+  size_t (*norm_scratch_bytes)(const GatedRmsNormParams&);
+  void (*norm_forward)(const GatedRmsNormParams&, int64_t begin, int64_t end, void* scratch);
+
+  // Its gradients, equations (34) to (36); weight_sums [C] is the gradient of the weight by these
+  // rows, or null where it is not wanted.
+  size_t (*norm_backward_scratch_bytes)(const GatedRmsNormBackwardParams&);
+  void (*norm_backward)(const GatedRmsNormBackwardParams&, int64_t begin, int64_t end,
+                        double* weight_sums, void* scratch);
 };
 
 namespace scalar {

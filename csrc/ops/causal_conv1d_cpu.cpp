@@ -121,6 +121,11 @@ Tensor new_channels_last(const Tensor& like, int64_t batch, int64_t channels, in
   return torch::stable::transpose(allocate(like, {sizes, 3}, like.scalar_type()), 1, 2);
 }
 
+Tensor nothing_of(const Tensor& like) {
+  const int64_t none[] = {0};
+  return allocate(like, {none, 1}, like.scalar_type());
+}
+
 std::tuple<Tensor, Tensor> causal_conv1d_forward(Tensor x, Tensor weight, OptionalTensor bias,
                                                  OptionalTensor initial_states,
                                                  OptionalTensor seq_idx, OptionalTensor cu_seqlens,
@@ -143,6 +148,53 @@ std::tuple<Tensor, Tensor> causal_conv1d_forward(Tensor x, Tensor weight, Option
   if (return_final_states) p.final_states = mutable_view<3>(final_states);
   cpu::causal_conv1d(p, TorchParallel());
   return {out, final_states};
+}
+
+// Which gradients are wanted: bit i of `wanted`, and the i-th of the results.
+enum Gradient { kX, kWeight, kBias, kInitialStates };
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_backward(
+    OptionalTensor grad_out, OptionalTensor grad_final_states, Tensor x, Tensor weight,
+    OptionalTensor bias, OptionalTensor initial_states, OptionalTensor seq_idx,
+    OptionalTensor cu_seqlens, bool silu, int64_t wanted) {
+  const char* op = "causal_conv1d_backward";
+  CausalConv1dBackwardParams p;
+  static_cast<CausalConv1dParams&>(p) = check_convolution(op, x, weight, bias);
+  const Runs runs(op, p, seq_idx, cu_seqlens);
+  set_runs(p, runs.list);
+  STD_TORCH_CHECK(!seq_idx || (!initial_states && !grad_final_states), op,
+                  ": seq_idx does not go with initial or final states; cu_seqlens does");
+  if (initial_states) check_states(op, "initial_states", *initial_states, x, p, runs.sequences);
+  if (grad_final_states)
+    check_states(op, "grad_final_states", *grad_final_states, x, p, runs.sequences);
+  if (grad_out) {
+    check_shape(op, "grad_out", *grad_out, {p.batch, p.channels, p.tokens}, "[B, D, T]");
+    check_float(op, "grad_out", *grad_out, check_on_cpu);
+    STD_TORCH_CHECK(grad_out->scalar_type() == x.scalar_type(), op, ": grad_out is ",
+                    name_of(grad_out->scalar_type()), " and x is ", name_of(x.scalar_type()),
+                    "; they must have one dtype");
+  }
+  p.initial_states = view<3>(initial_states);
+  p.grad_output = view<3>(grad_out);
+  p.grad_final_states = view<3>(grad_final_states);
+  p.silu = silu;
+
+  const auto asked = [&](Gradient which) { return bool(wanted >> which & 1); };
+  const auto result = [&](Gradient which, const OptionalTensor& like) {
+    STD_TORCH_CHECK(like || !asked(which), op,
+                    ": wanted asks for the gradient of a missing argument");
+    return asked(which) ? allocate(x, like->sizes(), like->scalar_type()) : nothing_of(x);
+  };
+  const Tensor d_x =
+      asked(kX) ? new_channels_last(x, p.batch, p.channels, p.tokens) : nothing_of(x);
+  const Tensor d_weight = result(kWeight, weight), d_bias = result(kBias, bias);
+  const Tensor d_initial_states = result(kInitialStates, initial_states);
+  if (asked(kX)) p.d_x = mutable_view<3>(d_x);
+  if (asked(kWeight)) p.d_weight = mutable_view<2>(d_weight);
+  if (asked(kBias)) p.d_bias = mutable_view<1>(d_bias);
+  if (asked(kInitialStates)) p.d_initial_states = mutable_view<3>(d_initial_states);
+  cpu::causal_conv1d_backward(p, TorchParallel());
+  return {d_x, d_weight, d_bias, d_initial_states};
 }
 
 // Writes conv_state.
@@ -189,5 +241,6 @@ Tensor causal_conv1d_update(Tensor x, Tensor conv_state, Tensor weight, Optional
 
 STABLE_TORCH_LIBRARY_IMPL(deltanet_ext, CPU, m) {
   m.impl("causal_conv1d_forward", TORCH_BOX(&deltanet::ops::causal_conv1d_forward));
+  m.impl("causal_conv1d_backward", TORCH_BOX(&deltanet::ops::causal_conv1d_backward));
   m.impl("causal_conv1d_update", TORCH_BOX(&deltanet::ops::causal_conv1d_update));
 }

@@ -61,9 +61,23 @@ STABLE_TORCH_LIBRARY(deltanet_ext, m) {
       "causal_conv1d_forward(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_states, "
       "Tensor? seq_idx, Tensor? cu_seqlens, bool silu, bool return_final_states) "
       "-> (Tensor, Tensor)");
+  // Its gradients. grad_out and grad_final_states may be missing: zero. Bit i of `wanted` asks for
+  // the i-th result: the gradients of x (stored as the output), weight, bias, initial_states, each
+  // of the dtype of what it belongs to. What is not asked for is empty ([0]).
+  m.def(
+      "causal_conv1d_backward(Tensor? grad_out, Tensor? grad_final_states, Tensor x, "
+      "Tensor weight, Tensor? bias, Tensor? initial_states, Tensor? seq_idx, Tensor? cu_seqlens, "
+      "bool silu, int wanted) -> (Tensor, Tensor, Tensor, Tensor)");
   // The same for the next tokens x [B, D, T] of running sequences, whose last inputs conv_state
   // [N, D, S] are read and written; conv_state_indices [B].
   m.def(
       "causal_conv1d_update(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, "
       "Tensor? conv_state_indices, bool silu) -> Tensor");
+
+  // The norm behind the rule. x, gate [..., C], weight [C]. Returns [..., C], contiguous.
+  m.def("gated_rms_norm_forward(Tensor x, Tensor gate, Tensor weight, float eps) -> Tensor");
+  // Its gradients: bits of `wanted`, and results, for x, gate, weight.
+  m.def(
+      "gated_rms_norm_backward(Tensor grad_out, Tensor x, Tensor gate, Tensor weight, float eps, "
+      "int wanted) -> (Tensor, Tensor, Tensor)");
 }
