@@ -111,10 +111,9 @@ def by_torch(args: dict[str, Any]) -> Tensor:
     width = weight.shape[1]
     out = torch.zeros_like(x)
     rows = slice(0, x.shape[0])
-    pieces = [(rows, 0, x.shape[2], rows)] if cu is None else [
-        (rows, start, stop, slice(n, n + 1)) for n, (start, stop) in enumerate(pairwise(cu.tolist()))
-    ]  # fmt: skip
-    for rows, start, stop, n in pieces:
+    edges = [0, x.shape[2]] if cu is None else cu.tolist()
+    for i, (start, stop) in enumerate(pairwise(edges)):
+        n = rows if cu is None else slice(i, i + 1)
         piece = x[rows, :, start:stop]
         past = piece.new_zeros(*piece.shape[:2], width - 1) if states is None else states[n]
         seen = torch.cat([past, piece], -1)
@@ -133,7 +132,7 @@ def assert_layout(out: Tensor, x: Tensor) -> None:
 # ---- results -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("dtype", dtypes(torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_is_as_exact_as_torch(case: Conv, dtype: torch.dtype, isa: str, poison: None) -> None:
     args = case.inputs(dtype)
@@ -224,7 +223,7 @@ def test_special_values(dtype: torch.dtype, isa: str) -> None:
 # ---- states, sequences -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("dtype", dtypes(torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("width", [1, 2, 4, 7])
 @pytest.mark.parametrize("split", [0, 1, 2, 30, 32, 64, 69, 70])
 def test_prefill_and_continuation_equal_the_whole(
@@ -238,7 +237,7 @@ def test_prefill_and_continuation_equal_the_whole(
     assert_same_bits(end, whole_end, "final states")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("dtype", dtypes(torch.float32, torch.bfloat16))
 @pytest.mark.parametrize(
     ("width", "kept"), [(4, 3), (4, 4), (4, 9), (2, 1), (1, 0), (1, 2), (3, 3)]
 )
@@ -715,3 +714,188 @@ def test_forcing_an_instruction_set_has_an_effect() -> None:
         results.append(forward(args)[0])
     deltanet_ext.force_cpu_isa(None)
     assert not torch.equal(results[0], results[1])  # another exp: other last bits
+
+
+# ---- gradients ---------------------------------------------------------------------------------
+
+DIFFERENTIABLE = ("x", "weight", "bias", "initial_states")
+TRAINED = [
+    *(Conv(T=T) for T in (0, 1, 2, 3, 31, 32, 33, 64, 70)),
+    *(Conv(W=W, T=T, channels_first=True) for W in range(1, 9) for T in (2, 37)),
+    Conv(D=130, T=35, bias=False, state=False, activation=None),
+    Conv(B=0, T=4),
+    Conv(B=1, T=60, cu=(0, 0, 2, 35, 35, 52)),
+    Conv(B=1, T=20, cu=(0, 0)),
+]  # fmt: skip
+
+
+def leaves_of(args: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
+    return {
+        n: x.detach().to(dtype or x.dtype).requires_grad_() if n in DIFFERENTIABLE else x
+        for n, x in args.items()
+        if isinstance(x, Tensor) or n == "activation"
+    }
+
+
+def gradients(
+    function: Callable[..., tuple[Tensor, Tensor]],
+    leaves: dict[str, Any],
+    grads: tuple[Tensor, Tensor],
+) -> dict[str, Tensor]:
+    names = [n for n in DIFFERENTIABLE if n in leaves]
+    results = torch.autograd.grad(
+        function(leaves), [leaves[n] for n in names], grads, materialize_grads=True
+    )
+    return dict(zip(names, results, strict=True))
+
+
+def ours(leaves: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    return causal_conv1d_fn(**leaves, return_final_states=True)
+
+
+def in_dtype(dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
+    return lambda leaves: reference.causal_conv1d(**leaves, dtype=dtype)
+
+
+def grads_of(args: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    gen = torch.Generator().manual_seed(3)
+    return tuple(
+        torch.randn(x.shape, generator=gen, dtype=torch.float64).to(args["x"].dtype)
+        for x in exact(args)
+    )
+
+
+@pytest.mark.parametrize("dtype", dtypes(torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("case", TRAINED, ids=str)
+def test_gradients(case: Conv, dtype: torch.dtype, isa: str, poison: None) -> None:
+    """At most twice the error of the plain formula in fp32, whose results are rounded as ours."""
+    args = case.inputs(dtype)
+    grads = grads_of(args)
+    want = gradients(
+        in_dtype(torch.float64), leaves_of(args, torch.float64), tuple(g.double() for g in grads)
+    )
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    plain = gradients(in_dtype(wide), leaves_of(args, wide), tuple(g.to(wide) for g in grads))
+    got = gradients(ours, leaves_of(args), grads)
+    floor = {torch.float32: 3e-7, torch.float64: 1e-15}.get(dtype, 1e-6)
+    for name, expected in want.items():
+        assert got[name].dtype == args[name].dtype
+        baseline = plain[name].to(dtype)
+        assert_no_worse(got[name], expected, baseline, floor=floor, factor=2, what=name)
+    assert_layout(got["x"], args["x"])
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("cu", [None, (0, 2, 2, 8)], ids=str)
+def test_gradcheck(cu: tuple[int, ...] | None, activation: str | None) -> None:
+    case = Conv(B=1 if cu else 2, D=3, T=9, W=3, cu=cu, activation=activation)
+    leaves = leaves_of(case.inputs(torch.float64))
+    names = [n for n in DIFFERENTIABLE if n in leaves]
+
+    def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return ours({**leaves, **dict(zip(names, tensors, strict=True))})
+
+    assert torch.autograd.gradcheck(call, [leaves[n] for n in names])
+
+
+def test_gradcheck_of_seq_idx() -> None:
+    numbers = torch.tensor([[0, 0, 1, 1, 1, -1, 2], [4, 4, 4, 4, 4, 4, 4]])
+    leaves = leaves_of(Conv(D=2, T=7, W=3, state=False).inputs(torch.float64))
+
+    def call(x: Tensor, weight: Tensor) -> Tensor:
+        return causal_conv1d_fn(x, weight, None, numbers, activation="silu")
+
+    assert torch.autograd.gradcheck(call, [leaves["x"], leaves["weight"]])
+
+
+@pytest.mark.parametrize("wanted", DIFFERENTIABLE)
+def test_each_gradient_alone(wanted: str, poison: None) -> None:
+    args = Conv(D=130, T=40).inputs()
+    grads = grads_of(args)
+    every = gradients(ours, leaves_of(args), grads)
+    leaves = {n: x.detach() if isinstance(x, Tensor) else x for n, x in leaves_of(args).items()}
+    leaves[wanted] = leaves[wanted].requires_grad_()
+    (alone,) = torch.autograd.grad(ours(leaves), [leaves[wanted]], grads)
+    assert_same_bits(alone, every[wanted], wanted)
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_gradients_of_one_result(kept: int) -> None:
+    """Through the output alone, or the final states alone: as with zeros for the other."""
+    args = Conv(D=20, T=40).inputs()
+    grads = list(grads_of(args))
+    leaves = leaves_of(args)
+    names = list(DIFFERENTIABLE)
+    got = torch.autograd.grad(
+        ours(leaves)[kept], [leaves[n] for n in names], grads[kept], allow_unused=True
+    )
+    grads[1 - kept] = torch.zeros_like(grads[1 - kept])
+    want = gradients(ours, leaves_of(args), (grads[0], grads[1]))
+    for name, x in zip(names, got, strict=True):
+        assert_same_bits(x, want[name], name)
+
+
+def test_gradients_for_any_number_of_threads(threads: Callable[[int], None], isa: str) -> None:
+    args = Conv(D=300, T=400).inputs()
+    grads = grads_of(args)
+    threads(1)
+    want = gradients(ours, leaves_of(args), grads)
+    for n in (1, 2, 3):
+        threads(n)
+        for name, x in gradients(ours, leaves_of(args), grads).items():
+            assert_same_bits(x, want[name], f"{name} with {n} threads")
+
+
+def test_gradients_of_packed_sequences_equal_separate_ones(isa: str) -> None:
+    cu = (0, 1, 30, 30, 62)
+    args = Conv(B=1, D=20, T=64, cu=cu, state=True).inputs()
+    grads = grads_of(args)
+    packed = gradients(ours, leaves_of(args), grads)
+    for n, (start, stop) in enumerate(pairwise(cu)):
+        one = {**args, "x": args["x"][..., start:stop], "cu_seqlens": None}
+        one["initial_states"] = args["initial_states"][n : n + 1]
+        alone = gradients(ours, leaves_of(one), (grads[0][..., start:stop], grads[1][n : n + 1]))
+        assert_same_bits(alone["x"], packed["x"][..., start:stop], f"x of sequence {n}")
+        got = packed["initial_states"][n : n + 1]
+        assert_same_bits(alone["initial_states"], got, f"state of sequence {n}")
+    assert (packed["x"][..., 62:] == 0).all()
+
+
+def test_what_is_not_built_is_refused() -> None:
+    leaves = leaves_of(Conv(D=3, T=5).inputs())
+    out, _ = ours(leaves)
+    (first,) = torch.autograd.grad(out.sum(), leaves["x"], create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives are not built"):
+        first.sum().backward()
+    x, weight = leaves["x"].detach(), leaves["weight"].detach()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            causal_conv1d_fn(dual, weight)
+
+
+def test_opcheck_with_gradients() -> None:
+    leaves = leaves_of(Conv(T=9).inputs())
+    args = positional({"seq_idx": None, "cu_seqlens": None, **leaves}, True)
+    torch.library.opcheck(OPS.causal_conv1d_forward.default, args)
+    tensors = [None if x is None else x.detach() for x in args[:6]]
+    grads = grads_of(Conv(T=9).inputs())
+    for wanted in (15, 2, 0):
+        torch.library.opcheck(OPS.causal_conv1d_backward.default, (*grads, *tensors, True, wanted))
+
+
+def test_a_compiled_training_step() -> None:
+    torch._dynamo.reset()
+
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        return causal_conv1d_fn(x, weight, activation="silu").square().sum()
+
+    args = Conv(T=40).inputs()
+    results = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        leaves = leaves_of(args)
+        function(leaves["x"], leaves["weight"]).backward()
+        results.append((leaves["x"].grad, leaves["weight"].grad))
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a, b)
+    torch._dynamo.reset()
