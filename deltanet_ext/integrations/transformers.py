@@ -11,7 +11,8 @@ How it works. A modeling file of transformers (5.15 and newer) calls two functio
 name, `torch_chunk_gated_delta_rule` and `torch_recurrent_gated_delta_rule`. `enable()` puts a
 wrapper in their place, in every modeling file that is imported already and, through an import
 hook, in each one that is imported later. It imports nothing of transformers itself. Models that
-were built before the call are switched as well: they look the function up at every call.
+were built before the call are switched as well: they look the function up at every call. The short
+convolution and the gated norm of the layer are switched along (_layer.py).
 
 A call that the operators cannot serve goes to the function that was there before, and the log says
 why, once per reason: a tensor is on a device without kernels, gradients are needed there, an
@@ -28,7 +29,6 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.metadata
-import itertools
 import logging
 import re
 import sys
@@ -42,6 +42,7 @@ from typing import Any
 import torch
 
 from deltanet_ext import _load, ops
+from deltanet_ext.integrations import _layer
 
 __all__ = ["Report", "disable", "enable", "enabled", "report"]
 
@@ -60,7 +61,6 @@ _RULES = {
         (*_INPUTS, *_OPTIONS),
     ),
 }
-_CONVOLUTION = "causal_conv1d_fn"
 
 _MODELING_FILE = re.compile(r"(^|\.)modeling_\w+$")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -90,7 +90,8 @@ class Report:
     @property
     def modules(self) -> tuple[str, ...]:
         """The modeling files that were switched, without duplicates, in order."""
-        return tuple(dict.fromkeys(name.rpartition(".")[0] for name in self.functions))
+        files = (re.sub(r"(\.modeling_\w+)\..*", r"\1", name) for name in self.functions)
+        return tuple(dict.fromkeys(files))
 
     def __str__(self) -> str:
         if not self.enabled:
@@ -140,10 +141,6 @@ def _reason_to_decline(call: dict[str, Any]) -> str | None:
     return None
 
 
-def _is_ours(device: torch.device) -> bool:
-    return device.type == "cpu" or (device.type == "cuda" and _load.why_no_cuda() is None)
-
-
 def _no_kernels_for(device: torch.device, query: torch.Tensor) -> str | None:
     """Why a call with a tensor on this device, which is not the CPU, is not ours."""
     if device.type != "cuda":
@@ -189,28 +186,6 @@ def _wrap_rule(name: str, original: Callable) -> Callable:
     return gated_delta_rule
 
 
-def _wrap_convolution(name: str, original: Callable) -> Callable:
-    """The short convolution lets the last tokens of one packed sequence into the next one. That
-    stays hidden as long as the original rule refuses packed batches. Ours takes them, so the
-    sequences are cut apart here too."""
-
-    @_named_like(original)
-    def causal_conv1d_fn(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        cu_seqlens = kwargs.get("cu_seq_lens_q") if _active else None
-        if cu_seqlens is None or len(cu_seqlens) <= 2 or not _is_ours(hidden_states.device):
-            return original(hidden_states, *args, **kwargs)
-        kwargs.pop("seq_idx", None)  # says the same as cu_seq_lens_q, and the original refuses it
-        edges = [*cu_seqlens.tolist(), hidden_states.shape[-1]]
-        pieces = [
-            original(hidden_states[..., start:end], *args, **kwargs)
-            for start, end in itertools.pairwise(edges)
-            if start < end
-        ]
-        return torch.cat(pieces, dim=-1)
-
-    return causal_conv1d_fn
-
-
 # -- switching -----------------------------------------------------------------------------------
 
 
@@ -221,7 +196,8 @@ def _is_model(name: str, module: ModuleType) -> bool:
 
 
 def _switch(module: ModuleType) -> None:
-    for name in (*_RULES, _CONVOLUTION):
+    _layer.switch(module, lambda: _active)
+    for name in _RULES:
         found = module.__dict__.get(name)
         known = _replaced.get((module.__name__, name))
         # A file that was loaded again has functions of its own, under the same name.
@@ -231,7 +207,7 @@ def _switch(module: ModuleType) -> None:
         # its owner, because functools.wraps copies marks.
         owner, original = getattr(found, "_deltanet_ext", (None, None))
         theirs: Any = original if owner is found else found
-        ours: Any = (_wrap_convolution if name == _CONVOLUTION else _wrap_rule)(name, theirs)
+        ours: Any = _wrap_rule(name, theirs)
         ours._deltanet_ext = ours, theirs
         setattr(module, name, ours)
         _replaced[module.__name__, name] = module, ours, theirs
@@ -295,7 +271,7 @@ def _check_version() -> None:
 def report() -> Report:
     """What is switched now. Grows when a modeling file is imported while switched."""
     with _lock:
-        functions = tuple(f"{module}.{name}" for module, name in _replaced)
+        functions = (*(f"{module}.{name}" for module, name in _replaced), *_layer.names())
         return Report(_active, _installed_version(), functions)
 
 
@@ -321,6 +297,7 @@ def _switch_off() -> None:
         if module.__dict__.get(name) is ours:
             setattr(module, name, theirs)
     _replaced.clear()
+    _layer.undo()
 
 
 def enable() -> Report:
