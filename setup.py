@@ -34,7 +34,9 @@ os.chdir(ROOT)  # sources and build folders are relative to this file, whoever r
 CPU_SOURCES = [
     "csrc/cpu/registry.cpp",
     "csrc/cpu/backward.cpp",
+    "csrc/cpu/causal_conv1d.cpp",
     "csrc/cpu/forward.cpp",
+    "csrc/cpu/gated_rms_norm.cpp",
     "csrc/cpu/isa_scalar.cpp",
     "csrc/cpu/isa_avx2.cpp",
     "csrc/cpu/isa_avx512.cpp",
@@ -42,7 +44,9 @@ CPU_SOURCES = [
 OPS_SOURCES = [
     "csrc/ops/schema.cpp",
     "csrc/ops/allocate.cpp",
+    "csrc/ops/causal_conv1d_cpu.cpp",
     "csrc/ops/gated_delta_rule_cpu.cpp",
+    "csrc/ops/gated_rms_norm_cpu.cpp",
     "csrc/ops/triangular_inverse_cpu.cpp",
     "csrc/ops/module.cpp",
 ]

@@ -13,7 +13,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from deltanet_ext import _autograd, _fake, _load
+from deltanet_ext import _autograd, _fake, _layer_autograd, _load
 from deltanet_ext._settings import (
     batch_invariant,
     cuda_precision,
@@ -22,6 +22,7 @@ from deltanet_ext._settings import (
 )
 from deltanet_ext.integrations._explain import explain
 from deltanet_ext.integrations.transformers import disable, enable, enabled
+from deltanet_ext.layer import causal_conv1d_fn, causal_conv1d_update, gated_rms_norm
 from deltanet_ext.ops import (
     available_cpu_isas,
     build_info,
@@ -37,6 +38,7 @@ from deltanet_ext.ops import (
 if _load.is_loaded():
     _fake.register()
     _autograd.register()
+    _layer_autograd.register()
 
 try:
     __version__ = version("deltanet_ext")
@@ -47,6 +49,8 @@ __all__ = [
     "available_cpu_isas",
     "batch_invariant",
     "build_info",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
     "chunk_gated_delta_rule",
     "chunk_transition",
     "cpu_isa",
@@ -57,6 +61,7 @@ __all__ = [
     "explain",
     "force_cpu_isa",
     "fused_recurrent_gated_delta_rule",
+    "gated_rms_norm",
     "get_cuda_precision",
     "is_batch_invariant",
     "recurrent_gated_delta_rule",

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fake kernels: shapes, dtypes and strides of results, for torch.compile, export and meta tensors.
 
-Every size may be symbolic, so nothing here compares one. All outputs are contiguous.
+Every size may be symbolic, so nothing here compares one. All outputs are contiguous, but those of
+the convolution, whose channels are neighbors.
 """
 
 from __future__ import annotations
@@ -107,6 +108,73 @@ def unit_lower_triangular_inverse(L: Tensor) -> Tensor:
     return L.new_empty(L.shape)
 
 
+def causal_conv1d_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_states: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+    return_final_states: bool,
+) -> tuple[Tensor, Tensor]:
+    batch, channels, _ = x.shape
+    sequences: Any = 0
+    if return_final_states:
+        sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return _channels_last(x), x.new_empty((sequences, channels, weight.shape[1] - 1))
+
+
+def causal_conv1d_backward(
+    grad_out: Tensor | None,
+    grad_final_states: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_states: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+    wanted: int,
+) -> tuple[Tensor, ...]:
+    d_x = _channels_last(x) if wanted & 1 else x.new_empty((0,))
+    others = enumerate((weight, bias, initial_states), 1)
+    return d_x, *(_gradient(x, given, wanted >> i & 1) for i, given in others)
+
+
+def _gradient(x: Tensor, given: Tensor | None, wanted: int) -> Tensor:
+    """Of the shape and dtype of what it belongs to; what is not wanted is empty."""
+    if given is None:
+        return x.new_empty((0,))
+    return x.new_empty(given.shape if wanted else (0,), dtype=given.dtype)
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state_indices: Tensor | None,
+    silu: bool,
+) -> Tensor:
+    return _channels_last(x)
+
+
+def gated_rms_norm_forward(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def gated_rms_norm_backward(
+    grad_out: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float, wanted: int
+) -> tuple[Tensor, ...]:
+    return tuple(_gradient(x, given, wanted >> i & 1) for i, given in enumerate((x, gate, weight)))
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    batch, channels, tokens = x.shape
+    return x.new_empty((batch, tokens, channels)).transpose(1, 2)
+
+
 def register() -> None:
     for form in ("chunk", "recurrent"):
         name = f"deltanet_ext::{form}_gated_delta_rule_forward"
@@ -117,3 +185,11 @@ def register() -> None:
     torch.library.register_fake(
         "deltanet_ext::unit_lower_triangular_inverse", unit_lower_triangular_inverse
     )
+    for layer_kernel in (
+        causal_conv1d_forward,
+        causal_conv1d_backward,
+        causal_conv1d_update,
+        gated_rms_norm_forward,
+        gated_rms_norm_backward,
+    ):
+        torch.library.register_fake(f"deltanet_ext::{layer_kernel.__name__}", layer_kernel)

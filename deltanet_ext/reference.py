@@ -21,7 +21,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-__all__ = ["L2NORM_EPS", "chunked", "inverse", "l2norm", "recurrent", "transition"]
+__all__ = [
+    "L2NORM_EPS",
+    "causal_conv1d",
+    "chunked",
+    "gated_rms_norm",
+    "inverse",
+    "l2norm",
+    "recurrent",
+    "transition",
+]
 
 L2NORM_EPS = 1e-6
 
@@ -184,6 +193,60 @@ def inverse(L: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
         row = L[..., i : i + 1, :i].to(dtype)
         T[..., i : i + 1, :i] -= row @ T[..., :i, :i]
     return T
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Equation (29), tap by tap: the output `[B, D, T]` and the final states `[N, D, W - 1]`.
+
+    >>> y, states = causal_conv1d(torch.tensor([[[1.0, 2.0, 3.0]]]), torch.tensor([[10.0, 1.0]]))
+    >>> y.tolist(), states.tolist()
+    ([[[1.0, 12.0, 23.0]]], [[[3.0]]])
+    """
+    x, weight = x.to(dtype), weight.to(dtype)
+    width = weight.shape[1]
+    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if initial_states is None:
+        initial_states = x.new_zeros(sequences, x.shape[1], width - 1)
+    out = torch.zeros_like(x)
+    ends = []
+    for rows, tokens, n in _sequences(cu_seqlens, x.shape[0], x.shape[2]):
+        seen = torch.cat([initial_states[n].to(dtype), x[rows, :, tokens]], dim=-1)
+        count = tokens.stop - tokens.start
+        z = torch.zeros_like(x[rows, :, tokens])
+        for j in range(width):
+            z = z + weight[:, j, None] * seen[..., j : j + count]
+        if bias is not None:
+            z = z + bias.to(dtype)[:, None]
+        out[rows, :, tokens] = z if activation is None else z * z.sigmoid()
+        ends.append(seen[..., count:])
+    return out, torch.cat(ends) if ends else initial_states.to(dtype)
+
+
+def gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """Equation (30): the norm of the last axis, then the weight, then the gate.
+
+    >>> gated_rms_norm(torch.ones(1, 2), torch.zeros(1, 2), torch.ones(2)).tolist()
+    [[0.0, 0.0]]
+    """
+    x, gate = x.to(dtype), gate.to(dtype)
+    normed = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+    return weight.to(dtype) * normed * (gate * gate.sigmoid())
 
 
 def _one_chunk(

@@ -71,19 +71,29 @@ def test_same_greedy_tokens_for_models_built_before_and_after(kind, calls):
     assert not calls
 
 
-@pytest.mark.parametrize(
-    ("dtype", "typical"),  # root mean square of the difference over that of the logits
-    [(torch.bfloat16, 3e-2), (torch.float16, 4e-3), (torch.float64, 1e-5)],
-    ids=["bf16", "fp16", "fp64"],
-)
-def test_logits_in_other_dtypes(dtype, typical, calls):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_logits_of_16_bits_are_as_near_to_fp64(dtype, calls):
+    """The error of a bf16 model is several percent, with us as without: other roundings, of the
+    same size (fewer, in the convolution and the norm)."""
     model = build("qwen3_5", dtype)
     with torch.no_grad():
-        want = model(IDS).logits.double()
+        theirs = model(IDS).logits.double()
         with switch.enabled():
-            got = model(IDS).logits.double()
+            ours = model(IDS).logits.double()
+        exact = model.double()(IDS).logits
     assert calls["chunk_gated_delta_rule"] == 3
-    assert (got - want).square().mean().sqrt() <= typical * want.square().mean().sqrt()
+    assert (ours - exact).norm() <= 1.3 * (theirs - exact).norm()
+
+
+def test_logits_of_fp64(calls):
+    model = build("qwen3_5", torch.float64)
+    with torch.no_grad():
+        want = model(IDS).logits
+        with switch.enabled():
+            got = model(IDS).logits
+    assert calls["chunk_gated_delta_rule"] == 3
+    # transformers computes the rule and the norm in fp32
+    assert (got - want).norm() <= 1e-5 * want.norm()
 
 
 # -- ways to call a model ------------------------------------------------------------------------

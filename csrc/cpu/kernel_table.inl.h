@@ -19,5 +19,13 @@ constexpr Kernels make_kernels() {
       &ChunkBackward<X>::run,
       &TriangularInverse<X>::scratch_bytes,
       &TriangularInverse<X>::run,
+      &CausalConv1d<X>::scratch_bytes,
+      &CausalConv1d<X>::run,
+      &CausalConv1dBackward<X>::scratch_bytes,
+      &CausalConv1dBackward<X>::run,
+      &GatedRmsNorm<X>::scratch_bytes,
+      &GatedRmsNorm<X>::run,
+      &GatedRmsNormBackward<X>::scratch_bytes,
+      &GatedRmsNormBackward<X>::run,
   };
 }

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/layer_params.h"
 #include "core/params.h"
 
 namespace deltanet::cpu {
@@ -19,6 +20,16 @@ struct RuleTask {
   int64_t value_head_begin, value_head_end;  // all of them read key_head
   int column_begin, column_end;              // columns of V
 };
+
+// A piece of a convolution: some channels of some neighboring tokens of one run.
+struct ConvTask {
+  TokenRun run;
+  int64_t begin, end;  // tokens, of the run's
+  int64_t channel_begin;
+  int channels;  // up to kConvChannels
+};
+constexpr int kConvTokens = 32;  // what a task of the convolution handles at a time
+constexpr int kConvChannels = 128;
 
 constexpr size_t kScratchAlignment = 64;
 
@@ -42,6 +53,25 @@ struct Kernels {
   // One matrix of the batch, equation (4).
   size_t (*inverse_scratch_bytes)(int size);
   void (*triangular_inverse)(const TriangularInverseParams&, int64_t index, void* scratch);
+
+  // The causal convolution, equation (29).
+  size_t (*conv_scratch_bytes)(const CausalConv1dParams&);
+  void (*conv_forward)(const CausalConv1dParams&, const ConvTask&, void* scratch);
+
+  // Its gradients for some channels, up to kConvChannels, of all tokens: equations (31) to (33).
+  size_t (*conv_backward_scratch_bytes)(const CausalConv1dBackwardParams&);
+  void (*conv_backward)(const CausalConv1dBackwardParams&, int64_t channel_begin, int channels,
+                        void* scratch);
+
+  // Rows [begin, end) of the gated norm, equation (30).
+  size_t (*norm_scratch_bytes)(const GatedRmsNormParams&);
+  void (*norm_forward)(const GatedRmsNormParams&, int64_t begin, int64_t end, void* scratch);
+
+  // Its gradients, equations (34) to (36); weight_sums [C] is the gradient of the weight by these
+  // rows, or null where it is not wanted.
+  size_t (*norm_backward_scratch_bytes)(const GatedRmsNormBackwardParams&);
+  void (*norm_backward)(const GatedRmsNormBackwardParams&, int64_t begin, int64_t end,
+                        double* weight_sums, void* scratch);
 };
 
 namespace scalar {

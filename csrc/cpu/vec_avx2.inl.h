@@ -38,6 +38,7 @@ struct Avx2 {
   static DELTANET_INLINE V add(V a, V b) { return _mm256_add_ps(a, b); }
   static DELTANET_INLINE V sub(V a, V b) { return _mm256_sub_ps(a, b); }
   static DELTANET_INLINE V mul(V a, V b) { return _mm256_mul_ps(a, b); }
+  static DELTANET_INLINE V div(V a, V b) { return _mm256_div_ps(a, b); }
   static DELTANET_INLINE V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
   static DELTANET_INLINE V fnma(V a, V b, V c) { return _mm256_fnmadd_ps(a, b, c); }
   static DELTANET_INLINE float sum(V a) {
@@ -68,6 +69,14 @@ struct Avx2 {
     return _mm256_mul_ps(_mm256_mul_ps(x, _mm256_castsi256_ps(a)), _mm256_castsi256_ps(b));
   }
   static DELTANET_INLINE V exp_of_sum(V hi, V lo) { return exp_of_sum_by_polynomial<Avx2>(hi, lo); }
+
+  static constexpr float kLeastSilu = -87;  // exp(87) is still finite
+  // x * 2^n, where n stands in the low bits of y (vec_math.inl.h)
+  static DELTANET_INLINE V add_to_exponent(V x, V y) {
+    const __m256i n = _mm256_slli_epi32(_mm256_castps_si256(y), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), n));
+  }
+  static DELTANET_INLINE V one_plus_exp(V x) { return one_plus_exp_by_polynomial<Avx2>(x); }
 
   static DELTANET_INLINE V load_bf16(const uint16_t* p) {
     const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));

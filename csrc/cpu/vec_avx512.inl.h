@@ -36,6 +36,7 @@ struct Avx512 {
   static DELTANET_INLINE V add(V a, V b) { return _mm512_add_ps(a, b); }
   static DELTANET_INLINE V sub(V a, V b) { return _mm512_sub_ps(a, b); }
   static DELTANET_INLINE V mul(V a, V b) { return _mm512_mul_ps(a, b); }
+  static DELTANET_INLINE V div(V a, V b) { return _mm512_div_ps(a, b); }
   static DELTANET_INLINE V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
   static DELTANET_INLINE V fnma(V a, V b, V c) { return _mm512_fnmadd_ps(a, b, c); }
   static DELTANET_INLINE float sum(V a) { return _mm512_reduce_add_ps(a); }
@@ -55,6 +56,14 @@ struct Avx512 {
   static DELTANET_INLINE V exp_of_sum(V hi, V lo) {
     return exp_of_sum_by_polynomial<Avx512>(hi, lo);
   }
+
+  static constexpr float kLeastSilu = -87;  // exp(87) is still finite
+  // x * 2^n, where n stands in the low bits of y (vec_math.inl.h)
+  static DELTANET_INLINE V add_to_exponent(V x, V y) {
+    const __m512i n = _mm512_slli_epi32(_mm512_castps_si512(y), 23);
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), n));
+  }
+  static DELTANET_INLINE V one_plus_exp(V x) { return one_plus_exp_by_polynomial<Avx512>(x); }
 
   static DELTANET_INLINE V load_bf16(const uint16_t* p) {
     const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

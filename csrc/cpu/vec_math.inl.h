@@ -23,3 +23,24 @@ DELTANET_INLINE typename X::V exp_of_sum_by_polynomial(typename X::V hi, typenam
   p = X::fma(p, r, X::set1(1.f));
   return X::zero_where_less(X::scale_by_power_of_two(p, n), hi, kSmallestNormal);
 }
+
+// 1 + exp(-x) for x >= X::kLeastSilu, relative error about 1e-7.
+template <class X>
+DELTANET_INLINE typename X::V one_plus_exp_by_polynomial(typename X::V x) {
+  // Adding it rounds to an integer, which then stands in the low bits.
+  constexpr float kRounds = 12582912.f;                // 1.5 * 2^23
+  const auto bounded = X::at_most(x, -X::kLeastSilu);  // exp(-87) is nothing beside 1
+  const auto shifted = X::fnma(bounded, X::set1(1.44269504f), X::set1(kRounds));
+  const auto n = X::sub(shifted, X::set1(kRounds));
+  auto r = X::fma(n, X::set1(0.693145752f), bounded);  // -r of exp(-x) = 2^n exp(r)
+  r = X::fma(n, X::set1(1.42860677e-6f), r);
+  auto p = X::set1(-1.f / 5040);
+  p = X::fma(p, r, X::set1(1.f / 720));
+  p = X::fma(p, r, X::set1(-1.f / 120));
+  p = X::fma(p, r, X::set1(1.f / 24));
+  p = X::fma(p, r, X::set1(-1.f / 6));
+  p = X::fma(p, r, X::set1(0.5f));
+  p = X::fma(p, r, X::set1(-1.f));
+  p = X::fma(p, r, X::set1(1.f));
+  return X::add(X::set1(1.f), X::add_to_exponent(p, shifted));
+}

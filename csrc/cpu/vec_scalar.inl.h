@@ -29,6 +29,7 @@ struct Scalar {
   static DELTANET_INLINE V add(V a, V b) { return a + b; }
   static DELTANET_INLINE V sub(V a, V b) { return a - b; }
   static DELTANET_INLINE V mul(V a, V b) { return a * b; }
+  static DELTANET_INLINE V div(V a, V b) { return a / b; }
   static DELTANET_INLINE V fma(V a, V b, V c) { return a * b + c; }
   static DELTANET_INLINE V fnma(V a, V b, V c) { return c - a * b; }
   static DELTANET_INLINE Real sum(V a) { return a; }
@@ -36,6 +37,10 @@ struct Scalar {
     using Wider = typename WiderThan<Real>::type;
     return Real(std::exp(Wider(hi) + Wider(lo)));
   }
+
+  static constexpr Real kLeastSilu = sizeof(Real) == 8 ? -700 : -87;  // exp of it is still finite
+  static DELTANET_INLINE V at_least(V x, Real bound) { return x < bound ? bound : x; }
+  static DELTANET_INLINE V one_plus_exp(V x) { return 1 + std::exp(-x); }
 
   static DELTANET_INLINE V load_bf16(const uint16_t* p) { return Real(bf16_to_float(*p)); }
   static DELTANET_INLINE V load_f16(const uint16_t* p) { return Real(f16_to_float(*p)); }

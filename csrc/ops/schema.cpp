@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Every operator of the library, in one place. Fake kernels and autograd formulas are registered
-// from Python (deltanet_ext/_fake.py, _autograd.py). Functional: no argument is written, no result
-// aliases an argument.
+// from Python (deltanet_ext/_fake.py, _autograd.py). Functional, with one exception that its schema
+// names: no argument is written, no result aliases an argument.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(deltanet_ext, m) {
@@ -53,4 +53,31 @@ STABLE_TORCH_LIBRARY(deltanet_ext, m) {
       "bool use_qk_l2norm) -> (Tensor, Tensor)");
   // L [..., C, C] -> (I + tril(L, -1))^-1
   m.def("unit_lower_triangular_inverse(Tensor L) -> Tensor");
+
+  // The short convolution before the rule. x [B, D, T], weight [D, W], bias [D], initial_states
+  // [N, D, W-1], seq_idx [B, T], cu_seqlens [N+1]. Returns the output [B, D, T], a transposed
+  // [B, T, D], and the last W-1 inputs of each sequence [N, D, W-1], or none of them ([0, D, W-1]).
+  m.def(
+      "causal_conv1d_forward(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_states, "
+      "Tensor? seq_idx, Tensor? cu_seqlens, bool silu, bool return_final_states) "
+      "-> (Tensor, Tensor)");
+  // Its gradients. grad_out and grad_final_states may be missing: zero. Bit i of `wanted` asks for
+  // the i-th result: the gradients of x (stored as the output), weight, bias, initial_states, each
+  // of the dtype of what it belongs to. What is not asked for is empty ([0]).
+  m.def(
+      "causal_conv1d_backward(Tensor? grad_out, Tensor? grad_final_states, Tensor x, "
+      "Tensor weight, Tensor? bias, Tensor? initial_states, Tensor? seq_idx, Tensor? cu_seqlens, "
+      "bool silu, int wanted) -> (Tensor, Tensor, Tensor, Tensor)");
+  // The same for the next tokens x [B, D, T] of running sequences, whose last inputs conv_state
+  // [N, D, S] are read and written; conv_state_indices [B].
+  m.def(
+      "causal_conv1d_update(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, "
+      "Tensor? conv_state_indices, bool silu) -> Tensor");
+
+  // The norm behind the rule. x, gate [..., C], weight [C]. Returns [..., C], contiguous.
+  m.def("gated_rms_norm_forward(Tensor x, Tensor gate, Tensor weight, float eps) -> Tensor");
+  // Its gradients: bits of `wanted`, and results, for x, gate, weight.
+  m.def(
+      "gated_rms_norm_backward(Tensor grad_out, Tensor x, Tensor gate, Tensor weight, float eps, "
+      "int wanted) -> (Tensor, Tensor, Tensor)");
 }

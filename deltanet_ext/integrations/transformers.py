@@ -13,7 +13,7 @@ their place, in every modeling file that is imported already and, through an imp
 one that is imported later. It imports nothing of transformers itself. Models that were built before
 the call are switched as well: they look the function up at every call. Up to transformers 5.14 each
 layer keeps the functions as attributes of its own; there, a property of the layer's class goes
-before them.
+before them. The short convolution and the gated norm of the layer are switched along (_layer.py).
 
 A call that the operators cannot serve goes to the function that was there before, and the log says
 why, once per reason: a tensor is on a device without kernels, gradients are needed there, an
@@ -30,7 +30,6 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.metadata
-import itertools
 import logging
 import re
 import sys
@@ -44,6 +43,7 @@ from typing import Any
 import torch
 
 from deltanet_ext import _load, ops
+from deltanet_ext.integrations import _layer
 
 __all__ = ["Report", "disable", "enable", "enabled", "report"]
 
@@ -62,7 +62,6 @@ _RULES = {
         (*_INPUTS, *_OPTIONS),
     ),
 }
-_CONVOLUTION = "causal_conv1d_fn"
 # Up to 5.14: attributes of a layer, the functions that they stand for, and the names in the
 # modeling file of what transformers itself may have put there.
 _ATTRIBUTES = {
@@ -197,10 +196,6 @@ def _too_large(dim_k: int, dim_v: int) -> str | None:
     return f"head dims are {dim_k} and {dim_v}, above {_LARGEST_HEAD_DIM}"
 
 
-def _is_ours(device: torch.device) -> bool:
-    return device.type == "cpu" or (device.type == "cuda" and _load.why_no_cuda() is None)
-
-
 def _no_kernels_for(device: torch.device, query: torch.Tensor) -> str | None:
     """Why a call with a tensor on this device, which is not the CPU, is not ours."""
     if device.type != "cuda":
@@ -258,28 +253,6 @@ def _wrap_rule(name: str, original: Callable) -> Callable:
     return gated_delta_rule
 
 
-def _wrap_convolution(name: str, original: Callable) -> Callable:
-    """The short convolution lets the last tokens of one packed sequence into the next one. That
-    stays hidden as long as the original rule refuses packed batches. Ours takes them, so the
-    sequences are cut apart here too."""
-
-    @_named_like(original)
-    def causal_conv1d_fn(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        cu_seqlens = kwargs.get("cu_seq_lens_q") if _active else None
-        if cu_seqlens is None or len(cu_seqlens) <= 2 or not _is_ours(hidden_states.device):
-            return original(hidden_states, *args, **kwargs)
-        kwargs.pop("seq_idx", None)  # says the same as cu_seq_lens_q, and the original refuses it
-        edges = [*cu_seqlens.tolist(), hidden_states.shape[-1]]
-        pieces = [
-            original(hidden_states[..., start:end], *args, **kwargs)
-            for start, end in itertools.pairwise(edges)
-            if start < end
-        ]
-        return torch.cat(pieces, dim=-1)
-
-    return causal_conv1d_fn
-
-
 # -- switching -----------------------------------------------------------------------------------
 
 
@@ -335,21 +308,21 @@ def _replace(module: ModuleType, owner: ModuleType | type, name: str, ours: Any)
 
 def _switch(module: ModuleType) -> None:
     layers = _layers_with_attributes(module)
+    _layer.switch(module, lambda: _active, functions=not layers)
     for layer in layers:
         for name in _ATTRIBUTES:
             if not isinstance(layer.__dict__.get(name), property):
                 _replace(module, layer, name, _attribute(module, name))
     if layers:
         return
-    for name in (*_RULES, _CONVOLUTION):
+    for name in _RULES:
         found = module.__dict__.get(name)
         known = _replaced.get((module.__name__, name))
         # A file that was loaded again has functions of its own, under the same name.
         if found is None or (known is not None and known.module is module and known.ours is found):
             continue
         theirs = _original(found)
-        wrap = _wrap_convolution if name == _CONVOLUTION else _wrap_rule
-        _replace(module, module, name, _marked(wrap(name, theirs), theirs))
+        _replace(module, module, name, _marked(_wrap_rule(name, theirs), theirs))
 
 
 class _ImportHook(importlib.abc.MetaPathFinder):
@@ -430,7 +403,7 @@ def _left() -> dict[str, str]:
 def report() -> Report:
     """What is switched now. Grows when a modeling file is imported while switched."""
     with _lock:
-        functions = tuple(f"{module}.{name}" for module, name in _replaced)
+        functions = (*(f"{module}.{name}" for module, name in _replaced), *_layer.names())
         if not _active:
             return Report(False, _installed_version(), functions)
         return Report(True, _installed_version(), functions, _backends(), _left())
@@ -457,6 +430,7 @@ def _switch_off() -> None:
     for replacement in _replaced.values():
         replacement.undo()
     _replaced.clear()
+    _layer.undo()
 
 
 def enable(*, quiet: bool = False) -> Report:
