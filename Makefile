@@ -27,7 +27,7 @@ PY_FILES := setup.py scripts deltanet_ext tests benchmarks examples
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo dev test test-quick test-cuda test-mutants test-transformers test-cuda-build test-gpu test-cpp asan test-avx512-emulated lint fmt bench wheel hooks clean FORCE
+.PHONY: help demo dev test test-quick test-cuda test-mutants test-transformers test-cuda-build test-gpu test-cpp instructions asan test-avx512-emulated test-neon-emulated lint fmt bench wheel hooks clean FORCE
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -110,11 +110,18 @@ test-cuda-build: ## builds the CUDA kernels with a CUDA build of torch, loads th
 test-gpu: ## on a machine with an NVIDIA GPU, torch and nvcc: builds, tests, measures; about eight minutes
 	@PYTHON="$(PYTHON)" benchmarks/on_gpu.sh $(ARGS)
 
+instructions: $(STAMPS)/build ## instructions of fixed problems against the committed ones; ARGS=--write commits them (needs valgrind)
+	@scripts/install_debian_packages.sh valgrind || true
+	@$(PY) benchmarks/instructions.py $(ARGS)
+
 asan: $(STAMPS)/build ## the C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer
 	@scripts/run_cpp_tests.sh asan $(ARGS)
 
 test-avx512-emulated: $(STAMPS)/build ## the C++ tests on an emulated CPU with AVX-512 (slow; needs bochs)
 	@scripts/run_in_bochs.sh $(PY) $(ARGS)
+
+test-neon-emulated: $(STAMPS)/build ## the C++ tests for arm64, cross-compiled and run under qemu (needs a cross compiler and qemu-user)
+	@scripts/run_neon_tests.sh $(ARGS)
 
 lint: $(STAMPS)/lint $(STAMPS)/build ## clang-format, ruff, mypy, codespell
 	clang-format --dry-run -Werror $(CPP_FILES)

@@ -38,9 +38,13 @@ CPU_SOURCES = [
     "csrc/cpu/forward.cpp",
     "csrc/cpu/gated_rms_norm.cpp",
     "csrc/cpu/isa_scalar.cpp",
-    "csrc/cpu/isa_avx2.cpp",
-    "csrc/cpu/isa_avx512.cpp",
 ]
+VECTOR_SOURCES = {
+    "x86_64": ["csrc/cpu/isa_avx2.cpp", "csrc/cpu/isa_avx512.cpp"],
+    "aarch64": ["csrc/cpu/isa_neon.cpp"],
+}
+MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+CPU_SOURCES += VECTOR_SOURCES.get(MACHINE, [])
 OPS_SOURCES = [
     "csrc/ops/schema.cpp",
     "csrc/ops/allocate.cpp",
@@ -335,11 +339,10 @@ class BuildExtension(cpp_extension.BuildExtension):
             + ("debug" if DEBUG else "release")
             + (", warnings are errors" if WERROR else "")
             + (", ccache" if shutil.which("ccache") else ""),
-            "CPU kernels": (
-                "scalar, AVX2, AVX-512 (chosen at run time)"
-                if platform.machine() in ("x86_64", "AMD64")
-                else "scalar"
-            ),
+            "CPU kernels": ", ".join(
+                Path(source).stem.removeprefix("isa_") for source in CPU_SOURCES if "isa_" in source
+            )
+            + " (the best one is chosen at run time)",
             "CUDA kernels": (
                 f"{CUDA_REASON}; compute capabilities {os.environ['TORCH_CUDA_ARCH_LIST']}"
                 if TOOLKIT

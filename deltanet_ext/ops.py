@@ -81,6 +81,66 @@ def _run(operator: Callable[..., Any], *args: Any, saving: Callable[..., Any] | 
         return operator(*args)
 
 
+def _run_rule(
+    call: str,
+    operator: Callable[..., Any],
+    saving: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    scale: float | None,
+    output_final_state: bool,
+    *flags: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The rule on arguments as they came.
+
+    A decode step cannot afford to check everything twice, and the C++ operator checks all that can
+    be wrong with tensors on the CPU. So an eager call without gradients goes there at once, and
+    only what it refuses is looked at in Python, for an error in better words.
+    """
+    tensors = (query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
+    refused = None
+    if (
+        _are_plain_cpu_tensors(tensors)
+        and (scale is None or type(scale) is float)
+        and type(output_final_state) is bool
+        and all(type(flag) is bool for flag in flags)  # the operator takes 1 for True
+        and forward_ad._current_level < 0
+        and not torch.compiler.is_compiling()
+    ):
+        try:
+            factor = query.shape[-1] ** -0.5 if scale is None else scale
+            with torch._C._AutoDispatchBelowAutograd():
+                out, state = operator(*tensors, factor, output_final_state, *flags)
+            return out, state if output_final_state else None
+        except Exception as error:
+            refused = error
+    _checks.check_rule(call, *tensors, scale, output_final_state, *flags)
+    if refused is not None:
+        raise refused
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    out, state, *_ = _run(operator, *tensors, factor, output_final_state, *flags, saving=saving)
+    return out, state if output_final_state else None
+
+
+def _are_plain_cpu_tensors(tensors: tuple[Any, ...]) -> bool:
+    """On the CPU each (a tensor on another device would choose its operator) and without a gradient
+    to compute. None is fine."""
+    with_grad = torch.is_grad_enabled()
+    for x in tensors:
+        if x is not None and (
+            not isinstance(x, Tensor) or not x.is_cpu or (with_grad and x.requires_grad)
+        ):
+            return False
+    return True
+
+
 def _any_requires_grad(args: tuple[Any, ...]) -> bool:
     for x in args:  # noqa: SIM110  a plain loop is faster, and this runs once per layer and token
         if isinstance(x, Tensor) and x.requires_grad:
@@ -157,21 +217,12 @@ def chunk_gated_delta_rule(
     (torch.Size([1, 1, 1, 1]), 3.25)
     """
     _checks.check_chunk_size("chunk_gated_delta_rule", chunk_size)
-    _checks.check_rule(
-        "chunk_gated_delta_rule",
+    return _run_rule(
+        "chunk_gated_delta_rule", _chunk_forward, _chunk_forward_saving,
         query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale,
         output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
     )  # fmt: skip
-    out, state, *_ = _run(
-        _chunk_forward,
-        query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias,
-        query.shape[-1] ** -0.5 if scale is None else scale,
-        output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
-        saving=_chunk_forward_saving,
-    )  # fmt: skip
-    return out, state if output_final_state else None
 
 
 def recurrent_gated_delta_rule(
@@ -206,21 +257,12 @@ def recurrent_gated_delta_rule(
     >>> out.item(), state.item()  # 3 + (1 - 3) / 2
     (2.0, 2.0)
     """
-    _checks.check_rule(
-        "recurrent_gated_delta_rule",
+    return _run_rule(
+        "recurrent_gated_delta_rule", _recurrent_forward, _recurrent_forward_saving,
         query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale,
         output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
     )  # fmt: skip
-    out, state, *_ = _run(
-        _recurrent_forward,
-        query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias,
-        query.shape[-1] ** -0.5 if scale is None else scale,
-        output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
-        saving=_recurrent_forward_saving,
-    )  # fmt: skip
-    return out, state if output_final_state else None
 
 
 fused_recurrent_gated_delta_rule = recurrent_gated_delta_rule

@@ -46,9 +46,9 @@ def poison() -> Iterator[None]:
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    _load.library().poison_large_results(True)
+    _load.library().poison_results(True)
     yield
-    _load.library().poison_large_results(False)
+    _load.library().poison_results(False)
     torch.use_deterministic_algorithms(before)
     torch.utils.deterministic.fill_uninitialized_memory = filled
 

@@ -18,11 +18,10 @@ HERE = Path(__file__).parent
 def test_the_poison_reaches_the_tensors_of_the_library(poison: None) -> None:
     """Or every test that uses the fixture would show nothing."""
     args = case_named("T=5").inputs()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        deltanet_ext.chunk_gated_delta_rule(**args)
-    names = [event.name for event in profile.events()]
-    assert names.count("aten::new_empty") == 2
-    assert names.count("aten::fill_") == 2
+    library = deltanet_ext._load.library()
+    library.poison_results(True)  # begins to count
+    deltanet_ext.chunk_gated_delta_rule(**args)
+    assert library.poison_results(True) == 2
     assert torch.empty(3).isnan().all()
 
 

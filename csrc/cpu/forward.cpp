@@ -11,9 +11,8 @@
 namespace deltanet::cpu {
 namespace {
 
-// Work is split until there are this many tasks, never further: enough for the cores of one
-// machine. The number must not depend on the threads at hand.
-constexpr int64_t kEnoughTasks = 32;
+// Tasks per worker at which it no longer matters that they do not divide evenly.
+constexpr int64_t kManyTasks = 3;
 
 // Working states of one task, all value heads together, stay in a core's L2.
 constexpr int64_t kMaxStateBytes = 256 * 1024;
@@ -22,19 +21,22 @@ constexpr int64_t kMaxStateBytes = 256 * 1024;
 // it is.
 constexpr int64_t kShortRun = 4;
 
-// How the heads and columns of every sequence are cut into tasks. Depends on sizes alone.
+// How the heads and columns of every sequence are cut into tasks: no further than the workers need,
+// since tasks of one key head each compute its products and pack its rows (a tenth of the work for
+// 64 columns). No cut changes a bit: heads know nothing of each other, and a cut between columns
+// falls between two tiles of the widest kind, so that every tile stays what it was.
 class RulePlan {
  public:
-  RulePlan(const GatedDeltaRuleParams& p, int column_granularity) : p_(p) {
+  RulePlan(const GatedDeltaRuleParams& p, int column_granularity, int workers)
+      : p_(p), workers_(workers) {
     heads_per_key_ = p.value_heads / p.key_heads;
-    const int64_t keys = p.sequences * p.key_heads;
     const int64_t state_bytes = int64_t(p.dim_k) * p.dim_v * (p.is_double() ? 8 : 4);
     // As many value heads as possible share one task, and with it K K^T, Q K^T and the rows of q
     // and k.
     group_ = std::clamp<int64_t>(kMaxStateBytes / state_bytes, 1, heads_per_key_);
-    while (group_ > 1 && keys * groups() < kEnoughTasks) group_ = (group_ + 1) / 2;
     columns_ = p.dim_v;
-    while (columns_ > column_granularity && keys * groups() * tiles() < kEnoughTasks)
+    while (group_ > 1 && !enough()) group_ = (group_ + 1) / 2;
+    while (columns_ > column_granularity && !enough())
       columns_ = (columns_ / column_granularity + 1) / 2 * column_granularity;
   }
   int64_t tasks() const { return p_.sequences * p_.key_heads * groups() * tiles(); }
@@ -55,10 +57,15 @@ class RulePlan {
   }
 
  private:
+  bool enough() const {
+    const bool alike = !p_.cu_seqlens && heads_per_key_ % group_ == 0 && p_.dim_v % columns_ == 0;
+    return workers_ == 1 || tasks() >= kManyTasks * workers_ || (alike && tasks() % workers_ == 0);
+  }
   int64_t groups() const { return (heads_per_key_ + group_ - 1) / group_; }
   int64_t tiles() const { return (p_.dim_v + columns_ - 1) / columns_; }
 
   const GatedDeltaRuleParams& p_;
+  int64_t workers_;
   int64_t heads_per_key_, group_;
   int columns_;
 };
@@ -101,7 +108,7 @@ const Kernels& kernels_for(const GatedDeltaRuleParams& p) {
 
 void chunk_forward(const GatedDeltaRuleParams& p, const Parallel& parallel) {
   const Kernels& kernels = kernels_for(p);
-  const RulePlan plan(p, kernels.column_granularity);
+  const RulePlan plan(p, kernels.column_granularity, workers_for(multiply_adds(p), parallel));
   const size_t scratch =
       std::max(kernels.chunk_scratch_bytes(p, plan.heads_per_task(), plan.columns_per_task()),
                kernels.recurrent_scratch_bytes(p, plan.columns_per_task()));
@@ -120,7 +127,7 @@ void chunk_forward(const GatedDeltaRuleParams& p, const Parallel& parallel) {
 
 void recurrent_forward(const GatedDeltaRuleParams& p, const Parallel& parallel) {
   const Kernels& kernels = kernels_for(p);
-  const RulePlan plan(p, kernels.column_granularity);
+  const RulePlan plan(p, kernels.column_granularity, workers_for(multiply_adds(p), parallel));
   run_tasks(plan.tasks(), multiply_adds(p),
             kernels.recurrent_scratch_bytes(p, plan.columns_per_task()), parallel,
             [&](int64_t i, void* mine) { kernels.recurrent_forward(p, plan.task(i), mine); });

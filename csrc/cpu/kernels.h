@@ -85,6 +85,10 @@ extern const Kernels kernels_f32;
 namespace avx512 {
 extern const Kernels kernels_f32;
 }
+#elif defined(__aarch64__)
+namespace neon {
+extern const Kernels kernels_f32;
+}
 #endif
 
 }  // namespace deltanet::cpu

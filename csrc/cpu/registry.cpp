@@ -39,6 +39,8 @@ constexpr Isa kIsas[] = {
 #if defined(__x86_64__)
     {"avx512", has_avx512, &avx512::kernels_f32},
     {"avx2", has_avx2, &avx2::kernels_f32},
+#elif defined(__aarch64__)
+    {"neon", always, &neon::kernels_f32},
 #endif
     {"scalar", always, &scalar::kernels_f32},
 };

@@ -18,6 +18,12 @@ namespace deltanet::cpu {
 // theirs; waking one costs microseconds, and on a busy machine a time slice.
 constexpr int64_t kWorkPerWorker = 32768;
 
+// How many workers a call of about `work` multiply-adds is worth.
+inline int workers_for(int64_t work, const Parallel& parallel) {
+  const int64_t worth_waking = std::max<int64_t>(1, work / kWorkPerWorker);
+  return int(std::min<int64_t>(worth_waking, std::max(1, parallel.max_workers())));
+}
+
 struct Free {
   void operator()(void* p) const { std::free(p); }
 };
@@ -29,8 +35,7 @@ template <class Task>
 void run_tasks(int64_t count, int64_t work, size_t scratch_bytes, const Parallel& parallel,
                const Task& task) {
   if (count == 0) return;
-  const int64_t worth_waking = std::min(count, std::max<int64_t>(1, work / kWorkPerWorker));
-  const int workers = int(std::min<int64_t>(worth_waking, std::max(1, parallel.max_workers())));
+  const int workers = int(std::min<int64_t>(count, workers_for(work, parallel)));
   const size_t bytes =
       (scratch_bytes + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
   std::unique_ptr<char, Free> scratch(static_cast<char*>(

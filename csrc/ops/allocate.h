@@ -16,8 +16,8 @@ namespace deltanet::ops {
 Tensor allocate(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
                 ScalarType dtype);
 
-// For tests: fills every block that is kept or new with NaN (bytes 0xff) before it becomes a
-// result.
-void poison_large_results(bool on);
+// For tests: from now on every result on the CPU is full of NaN (bytes 0xff) before it is handed
+// out, or no longer. Returns how many were since the last call.
+int64_t poison_results(bool on);
 
 }  // namespace deltanet::ops

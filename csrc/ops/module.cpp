@@ -50,6 +50,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_isa", &deltanet::cpu::active_isa, "The instruction set in use.");
   m.def("force_cpu_isa", &deltanet::cpu::force_isa, py::arg("name"),
         "Use this instruction set in the whole process; '' goes back to the automatic choice.");
-  m.def("poison_large_results", &deltanet::ops::poison_large_results, py::arg("on"),
-        "For tests: memory of large results holds NaN until a kernel writes it.");
+  m.def("poison_results", &deltanet::ops::poison_results, py::arg("on"),
+        "For tests: memory of results holds NaN until a kernel writes it. Returns for how many it "
+        "did.");
 }

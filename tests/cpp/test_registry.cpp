@@ -45,6 +45,10 @@ TEST(Registry, WhatIsAvailableWasBuiltAndKeepsTheOrder) {
 TEST(Registry, X86HasAvx512ThenAvx2ThenScalar) {
   EXPECT_EQ(built_isas(), (std::vector<std::string>{"avx512", "avx2", "scalar"}));
 }
+#elif defined(__aarch64__)
+TEST(Registry, Arm64HasNeonThenScalar) {
+  EXPECT_EQ(built_isas(), (std::vector<std::string>{"neon", "scalar"}));
+}
 #endif
 
 TEST(Registry, TheBestAvailableIsaIsTheDefault) {

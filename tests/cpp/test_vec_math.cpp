@@ -69,7 +69,17 @@ using X = Avx512;
 #pragma GCC pop_options
 #endif
 
-#endif  // x86-64
+#elif defined(__aarch64__)
+
+namespace neon_vec {
+#include "cpu/rule_inputs.inl.h"
+#include "cpu/vec_math.inl.h"
+#include "cpu/vec_neon.inl.h"
+using X = Neon;
+#include "vec_functions.inl.h"
+}  // namespace neon_vec
+
+#endif
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -79,6 +89,8 @@ class Vectors : public testing_support::EveryIsa {
 #if defined(__x86_64__)
     if (GetParam() == "avx2") return avx2_vec::functions;
     if (GetParam() == "avx512") return avx512_vec::functions;
+#elif defined(__aarch64__)
+    if (GetParam() == "neon") return neon_vec::functions;
 #endif
     return scalar_vec::functions;
   }
