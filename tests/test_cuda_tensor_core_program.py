@@ -106,7 +106,7 @@ BUGS = {
 
 
 def seeded(folder: Path, bug: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The program with one bug, translated without optimization: it runs once or twice."""
+    """The program with one bug, or as it is."""
     name, old, new = BUGS[bug]
     shutil.copytree(build.ROOT / "csrc", folder / "csrc")
     source = folder / "csrc" / "cuda" / name
@@ -115,11 +115,6 @@ def seeded(folder: Path, bug: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     source.write_text(text.replace(old, new))
     lib, toolchain = build.library(), build.toolchain()
     monkeypatch.setattr(build, "ROOT", folder)
-    monkeypatch.setattr(
-        build,
-        "TRANSLATED_FLAGS",
-        tuple("-O0" if flag == "-O1" else flag for flag in build.TRANSLATED_FLAGS),
-    )
     object_file = build.compile_cuda(build.PROGRAMS / "tensor_core.cu", folder / "tensor_core.o")
     cache = folder / "translated"
     for text in build.ptx_of(object_file):

@@ -45,13 +45,7 @@ def test_cpp_prefill():
     if reason := emulated.why_not():
         pytest.skip(f"the PTX emulator: {reason}")
     folder = build.BUILD / "examples"
-    kernels = [ROOT / name for name in build.KERNEL_SOURCES if name.startswith("csrc/")]
-    objects = [
-        build.compile_cuda(source, build.BUILD / "operators" / f"kernel_{source.stem}.o")
-        for source in kernels
-    ]
-    for compiled in objects:
-        build.pretranslate(compiled)
+    objects = [build.kernels(unit) for unit in build.kernel_units()]
     main = folder / "prefill.o"
     includes = [f"-I{ROOT / 'csrc'}", f"-I{build.cuda_root() / 'include'}"]
     source = EXAMPLES / "cpp" / "prefill.cpp"
