@@ -77,7 +77,7 @@ BUGS = {
         "",
         RACE,
     ),
-    "tail_not_cut": (SCAN, "if (left < end) end = left;", "", WRONG),
+    "tail_not_cut": (SCAN, "if (left < end) end = left;", "", OUTSIDE),
     "rows_behind_the_end_copied": (SCAN, "r < left && bytes > 0", "bytes > 0", OUTSIDE),
     "window_of_one_token_too_many": (
         SCAN,
