@@ -44,15 +44,7 @@ def test_cpp_prefill():
     build = emulated.build
     if reason := emulated.why_not():
         pytest.skip(f"the PTX emulator: {reason}")
-    folder = build.BUILD / "examples"
-    objects = [build.kernels(unit) for unit in build.kernel_units()]
-    main = folder / "prefill.o"
-    includes = [f"-I{ROOT / 'csrc'}", f"-I{build.cuda_root() / 'include'}"]
-    source = EXAMPLES / "cpp" / "prefill.cpp"
-    folder.mkdir(parents=True, exist_ok=True)
-    build.run([build.CXX, "-std=c++17", "-O2", "-Wall", "-Wextra", *includes, "-c", source,
-               "-o", main])  # fmt: skip
-    program = build.link(folder / "prefill", [main, *objects])
+    program = build.example()
     ran = subprocess.run([program], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert re.search(r"150 tokens, 4 value heads: relative error \d\.\de-0[6-9]", ran.stdout)

@@ -3,7 +3,8 @@
 """Build the emulator and the programs that run on it. Nothing that has not changed is built again.
 
     build.py                    the runtime library and every program of programs/
-    build.py NAME...            the runtime library and these programs
+    build.py NAME...            the runtime library and these programs; prefill is that of
+                                examples/cpp
     build.py --library          the runtime library alone; prints its path
     build.py --operators        the library of emulated torch operators
     build.py --translate in.ptx out.so [--count]   (the runtime calls this when it meets new PTX)
@@ -470,6 +471,20 @@ def operators() -> pathlib.Path:
     )
 
 
+def example() -> pathlib.Path:
+    """examples/cpp/prefill.cpp: the kernels in a program that g++ compiles."""
+    source, target = ROOT / "examples" / "cpp" / "prefill.cpp", BUILD / "programs" / "prefill"
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra"]
+    flags += [f"-I{ROOT / 'csrc'}", f"-I{cuda_root() / 'include'}"]
+    headers = [p for end in ("h", "cuh") for p in sorted((ROOT / "csrc").rglob(f"*.{end}"))]
+    main = make(
+        target.with_suffix(".o"),
+        lambda out: run([CXX, *flags, "-c", source, "-o", out]),
+        stamp=digest(source, *headers, " ".join(flags), compiler_version(CXX)),
+    )
+    return link(target, [main, *map(kernels, kernel_units())])
+
+
 def program_names() -> list[str]:
     return sorted(p.stem for p in PROGRAMS.glob("*.cu"))
 
@@ -496,7 +511,8 @@ def main() -> None:
         print(operators())
     if not (options.library or options.operators):
         for binary in in_parallel(
-            lambda n: program(n, count=options.count), options.names or program_names()
+            lambda n: example() if n == "prefill" else program(n, count=options.count),
+            options.names or program_names(),
         ):
             print(binary)
 
