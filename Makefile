@@ -96,6 +96,7 @@ test-cpp: $(STAMPS)/build ## the C++ tests alone
 
 test-cuda: $(READY) $(STAMPS)/test ## the CUDA kernels on the PTX emulator (needs nvcc, no GPU); part of `make test`
 	@$(PY) -m pytest -rs tests/test_ptx_emulator.py tests/test_ptx_emulator_torch.py tests/test_cuda_*.py $(ARGS)
+	@scripts/run_cpp_tests.sh cuda
 
 test-mutants: $(READY) $(STAMPS)/test ## the CUDA kernels with one bug each: the tests must notice (slow; needs nvcc)
 	@$(PY) -m pytest -rs -m mutants tests/test_cuda_tensor_core_program.py $(ARGS)

@@ -36,14 +36,13 @@ class Mutant(NamedTuple):
         """Which tests may find it, as pytest's -k."""
         return {
             PREPARE: "chunk", SCAN: "chunk", TABLE: "chunk", RECURRENT: "recurrent",
-            INVERSE: "inverse",
         }.get(self.file, "")  # fmt: skip
 
 
 PREPARE, SCAN = "csrc/cuda/simt_prepare.cuh", "csrc/cuda/simt_scan.cuh"
 RECURRENT, TABLE = "csrc/cuda/recurrent_forward.cuh", "csrc/cuda/chunk_table.cu"
-INVERSE, LOAD = "csrc/cuda/block_triangular_inverse.cuh", "csrc/cuda/load.cuh"
-PARAMS, OPERATOR = "csrc/cuda/rule_params.cuh", "csrc/ops/gated_delta_rule_cuda.cpp"
+LOAD, PARAMS = "csrc/cuda/load.cuh", "csrc/cuda/rule_params.cuh"
+OPERATOR = "csrc/ops/gated_delta_rule_cuda.cpp"
 
 MUTANTS = [
     # Mathematics.
@@ -58,7 +57,6 @@ MUTANTS = [
     Mutant("heads modulo key heads", PARAMS,
            "return unsigned(head) / (unsigned(p.value_heads) / unsigned(p.key_heads));",
            "return unsigned(head) % unsigned(p.key_heads);"),
-    Mutant("a later row reaches an earlier one", INVERSE, "r = kDiagonal ? k : 0", "r = 0"),
     # Edges and options.
     Mutant("-inf is not clamped", LOAD, "return g < kSmallestLogDecay ? kSmallestLogDecay : g;",
            "return g;"),
@@ -88,9 +86,6 @@ MUTANTS = [
     Mutant("one buffer for k and q", RECURRENT, "store_rows(buffer ^ 1);", "store_rows(buffer);"),
     Mutant("no barrier before the first token", RECURRENT,
            "      if (i == 0) __syncthreads();  // the first rows are there\n", ""),
-    Mutant("no __syncwarp in the raking", INVERSE, "      __syncwarp();", "      // __syncwarp();"),
-    Mutant("no barrier inside a merge", INVERSE,
-           "    __syncthreads();  // C A^-1 is complete, C may be overwritten\n", ""),
 ]  # fmt: skip
 
 

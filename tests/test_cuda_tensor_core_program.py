@@ -20,6 +20,8 @@ if reason := build.why_not():
 
 pytestmark = pytest.mark.slow  # each program compiles for half a minute
 
+FOUND = 86  # the exit status of a program in which a check of the emulator found something
+
 SCHEDULES = ({}, {"SEED": "1"}, {"SEED": "2"}, {"SEED": "3", "ASYNC": "early"})
 
 
@@ -49,65 +51,110 @@ def test_the_chunk_pass_has_no_bank_conflicts(tmp_path):
         assert {name: kind["conflicts"] for name, kind in shared.items() if kind["conflicts"]} == {}
 
 
-# Name -> (file of csrc/cuda, what stands there, what stands there instead).
+# Name -> (file of csrc/cuda, what stands there, what stands there instead, what must notice).
 SCAN, PREPARE = "tensor_core/scan_output.cuh", "tensor_core/prepare.cuh"
+INVERSE = "block_triangular_inverse.cuh"
+# How the emulator's reports and the program's own comparison begin.
+RACE, OUTSIDE = "ptx_emulator: data race", "ptx_emulator: access outside memory"
+UNWRITTEN, WRONG = "ptx_emulator: read of uninitialised memory", "FAIL "
 BUGS = {
-    "v_T_P_refilled_too_early": (
-        SCAN,
-        "__syncthreads();  // q, v, T, P are free",
-        "",
-    ),
+    "v_T_P_refilled_too_early": (SCAN, "__syncthreads();  // q, v, T, P are free", "", RACE),
     "waits_for_one_group_too_few": (
         SCAN,
         "cp_async_wait<1>();\n      __syncthreads();  // v, T, P are here",
         "cp_async_wait<2>();\n      __syncthreads();",
+        RACE,
     ),
     "k_read_before_it_is_here": (
         SCAN,
         "cp_async_wait<1>();\n      __syncthreads();  // k, q, gates are here",
         "cp_async_wait<1>();  // k, q, gates are here",
+        RACE,
     ),
     "o_staged_over_v_too_early": (
         SCAN,
         "__syncwarp();  // every lane has read its part of v",
         "",
+        RACE,
     ),
-    "tail_not_cut": (SCAN, "if (left < end) end = left;", ""),
-    "rows_behind_the_end_copied": (SCAN, "r < left && bytes > 0", "bytes > 0"),
-    "window_of_one_token_too_many": (SCAN, "static_cast<long long>(later)) : C", "later) + 1 : C"),
-    "windows_not_masked": (SCAN, "if (windows) mask_tokens(x, first, last);", ""),
-    "two_terms_of_T": (SCAN, "term + plane < kKept", "term + plane < kKept - 1"),
-    "state_decays_twice": (SCAN, "keeps[2] = {keep, keep}", "keeps[2] = {keep, keep * keep}"),
+    "tail_not_cut": (SCAN, "if (left < end) end = left;", "", OUTSIDE),
+    "rows_behind_the_end_copied": (SCAN, "r < left && bytes > 0", "bytes > 0", OUTSIDE),
+    "window_of_one_token_too_many": (
+        SCAN,
+        "static_cast<long long>(later)) : C",
+        "later) + 1 : C",
+        WRONG,
+    ),
+    "windows_not_masked": (SCAN, "if (windows) mask_tokens(x, first, last);", "", WRONG),
+    "two_terms_of_T": (SCAN, "term + plane < kKept", "term + plane < kKept - 1", WRONG),
+    "state_decays_twice": (
+        SCAN,
+        "keeps[2] = {keep, keep}",
+        "keeps[2] = {keep, keep * keep}",
+        WRONG,
+    ),
     "matrix_over_q_too_early": (
         PREPARE,
         "__syncthreads();  // norms are here; q and k are used up",
         "",
+        RACE,
     ),
-    "L_read_too_early": (PREPARE, "__syncthreads();  // L is complete", ""),
-    "next_head_too_early": (PREPARE, "__syncthreads();  // gates and matrix are used up", ""),
+    "L_read_too_early": (PREPARE, "__syncthreads();  // L is complete", "", RACE),
+    "next_head_too_early": (PREPARE, "__syncthreads();  // gates and matrix are used up", "", RACE),
     "G_read_too_early": (
         PREPARE,
         "__syncthreads();  // G is complete, and the scan's storage is free",
         "",
+        RACE,
     ),
-    "never_cut": ("tensor_core/layout.cuh", "kMostRise = 1.f", "kMostRise = 1e9f"),
-    "decay_of_later_tokens": (PREPARE, "j + e <= i && j + e >= window", "j + e >= window"),
+    "never_cut": ("tensor_core/layout.cuh", "kMostRise = 1.f", "kMostRise = 1e9f", WRONG),
+    "decay_of_later_tokens": (PREPARE, "j + e <= i && j + e >= window", "j + e >= window", WRONG),
     "segment_map_read_too_early": (
         "tensor_core/segments.cu",
         "__syncthreads();  // S is complete, and the last slab is used up",
         "",
+        RACE,
     ),
     "segment_starts_from_its_neighbour": (
         "tensor_core/segments.cu",
         "maps + (s - 1) * keys * K * K",
         "maps + (s > 1 ? s - 2 : 0) * keys * K * K",
+        WRONG,
     ),
+    "inverse_products_read_too_early": (
+        INVERSE,
+        "__syncthreads();  // the products are complete",
+        "",
+        RACE,
+    ),
+    "inverse_overwrites_L_too_early": (
+        INVERSE,
+        "__syncthreads();  // every thread has read L before any",
+        "//",
+        RACE,
+    ),
+    "inverse_reads_rows_too_early": (
+        INVERSE,
+        "__syncthreads();  // the next rows, or the caller",
+        "//",
+        RACE,
+    ),
+    "inverse_without_syncwarp": (INVERSE, "      __syncwarp();", "", RACE),
+    "inverse_merge_without_barrier": (
+        INVERSE,
+        "__syncthreads();  // C A^-1 is complete, C may be overwritten",
+        "",
+        RACE,
+    ),
+    "inverse_later_row_reaches_earlier_one": (INVERSE, "r = kDiagonal ? k : 0", "r = 0", WRONG),
+    "inverse_sign": (INVERSE, "? -temp_.product[", "? temp_.product[", WRONG),
 }
 
 
 def seeded(folder: Path, bug: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The program with one bug, translated without optimization: it runs once or twice."""
-    name, old, new = BUGS[bug]
+    """The smallest program that runs the code in question, with one bug."""
+    name, old, new, _ = BUGS[bug]
+    program = "block_triangular_inverse" if name == INVERSE else "tensor_core"
     shutil.copytree(build.ROOT / "csrc", folder / "csrc")
     source = folder / "csrc" / "cuda" / name
     text = source.read_text()
@@ -115,12 +162,7 @@ def seeded(folder: Path, bug: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     source.write_text(text.replace(old, new))
     lib, toolchain = build.library(), build.toolchain()
     monkeypatch.setattr(build, "ROOT", folder)
-    monkeypatch.setattr(
-        build,
-        "TRANSLATED_FLAGS",
-        tuple("-O0" if flag == "-O1" else flag for flag in build.TRANSLATED_FLAGS),
-    )
-    object_file = build.compile_cuda(build.PROGRAMS / "tensor_core.cu", folder / "tensor_core.o")
+    object_file = build.compile_cuda(build.PROGRAMS / f"{program}.cu", folder / f"{program}.o")
     cache = folder / "translated"
     for text in build.ptx_of(object_file):
         ptx = folder / "module.ptx"
@@ -129,16 +171,21 @@ def seeded(folder: Path, bug: str, monkeypatch: pytest.MonkeyPatch) -> Path:
             ptx, cache / f"{build.fnv(text, toolchain.encode(), b''):016x}.so", False
         )
     assert lib.exists()
-    return build.link(folder / "tensor_core", [object_file])
+    return build.link(folder / program, [object_file])
 
 
 @pytest.mark.mutants
 @pytest.mark.parametrize("bug", BUGS)
 def test_seeded_bug_is_seen(bug, tmp_path, monkeypatch):
     program = seeded(tmp_path, bug, monkeypatch)
+    noticed_by = BUGS[bug][3]
     for settings in SCHEDULES:
         done = run(program, CACHE=str(tmp_path / "translated"), **settings)
         if done.returncode != 0:
+            # A crash, or the finding of another check, would be no merit of the tests.
+            lines = (done.stdout + done.stderr).splitlines()
+            assert done.returncode == (1 if noticed_by == WRONG else FOUND), done.stderr
+            assert any(line.startswith(noticed_by) for line in lines), "\n".join(lines[-20:])
             return
     pytest.fail(f"nothing noticed {bug}:\n{done.stdout}")
 

@@ -44,21 +44,7 @@ def test_cpp_prefill():
     build = emulated.build
     if reason := emulated.why_not():
         pytest.skip(f"the PTX emulator: {reason}")
-    folder = build.BUILD / "examples"
-    kernels = [ROOT / name for name in build.KERNEL_SOURCES if name.startswith("csrc/")]
-    objects = [
-        build.compile_cuda(source, build.BUILD / "operators" / f"kernel_{source.stem}.o")
-        for source in kernels
-    ]
-    for compiled in objects:
-        build.pretranslate(compiled)
-    main = folder / "prefill.o"
-    includes = [f"-I{ROOT / 'csrc'}", f"-I{build.cuda_root() / 'include'}"]
-    source = EXAMPLES / "cpp" / "prefill.cpp"
-    folder.mkdir(parents=True, exist_ok=True)
-    build.run([build.CXX, "-std=c++17", "-O2", "-Wall", "-Wextra", *includes, "-c", source,
-               "-o", main])  # fmt: skip
-    program = build.link(folder / "prefill", [main, *objects])
+    program = build.example()
     ran = subprocess.run([program], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert re.search(r"150 tokens, 4 value heads: relative error \d\.\de-0[6-9]", ran.stdout)

@@ -92,6 +92,7 @@ BUGS = {
     "counter_plain": (RACE, "races", "by a thread of another block"),
     "last_block_without_fence": (RACE, "races", "by a thread of another block"),
     "flag_without_fence": (RACE, "races", "by a thread of another block"),
+    "write_under_a_reader": (RACE, "races", "by a thread of another block"),
     "flag_that_nobody_sets": (STUCK, "none", "of waiting in a loop"),
     "global_in_a_block_without_barrier": (RACE, "races", "of global memory at offset"),
     "shared_never_written": (UNWRITTEN, "initialised", "of shared memory"),
@@ -273,6 +274,13 @@ def test_a_finding_can_fail_the_launch_alone(programs):
     assert done.returncode == 1
     assert "cudaErrorIllegalAddress" in done.stdout
     assert "write of 4 bytes" in done.stderr
+
+
+def test_a_race_of_one_block_does_not_stop_another_that_uses_the_same_memory(programs):
+    done = execute(programs["findings"], "write_under_a_reader", ON_ERROR="return", THREADS=2)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr.startswith(f"ptx_emulator: {RACE}\n"), done.stderr
+    assert "write of global memory at offset 0x0 after a read by" in done.stderr
 
 
 def test_bad_setting_is_refused(programs):

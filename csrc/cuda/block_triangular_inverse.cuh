@@ -4,7 +4,7 @@
 // (4).
 //
 // Work split:  16-row diagonal blocks by forward substitution, one thread per column (the raking);
-//              then Schur merges 16 -> 32 -> 64 -> 128.
+//              then Schur merges 16 -> 32 -> 64 -> 128. Or substitution throughout.
 // Numerics:    fp32 in a fixed order, so two runs agree bit for bit. No powers of L are formed: see
 //              the class comment.
 // Memory:      shared memory only, in place; TempStorage holds one half-size product.
@@ -15,16 +15,25 @@
 
 namespace deltanet::cuda {
 
-/// How the off-diagonal blocks are merged. The diagonal blocks are always solved by fp32 forward
+/// How the off-diagonal blocks are found. The diagonal blocks are always solved by fp32 forward
 /// substitution.
 enum BlockTriangularInverseAlgorithm {
+  /// \par Overview
+  /// fp32 forward substitution for whole rows of T, 16 at a time: products with the rows above,
+  /// then substitution in the diagonal block, one thread per column. No inverse of a diagonal block
+  /// is ever a factor, so the error is that of substitution row by row, at every size. A NaN in row
+  /// i of L stays out of the rows of T above i. Needs a thread per row.
+  ///
+  /// \par Performance
+  /// Three barriers and a serial walk per 16 rows. Wins where accuracy counts, and at 128 rows.
+  BLOCK_TRIANGULAR_INVERSE_SUBSTITUTION,
+
   /// \par Overview
   /// fp32 fused multiply-adds on 4 x 4 register tiles. A NaN in row i of L stays out of the rows of
   /// T above i.
   ///
   /// \par Performance
-  /// The most accurate, and the only choice on sm_75. Wins where the inverse is a small part of the
-  /// kernel.
+  /// Runs on sm_75, too. Wins where the inverse is a small part of the kernel.
   BLOCK_TRIANGULAR_INVERSE_RAKING,
 
   /// \par Overview
@@ -57,7 +66,7 @@ enum BlockTriangularInverseAlgorithm {
 /// \par Accuracy
 /// Relative error of T with fp32 merges, 64 rows: 3e-8 for random keys, 6e-7 for identical keys
 /// with b = 1.999 (substitution row by row: 2e-8 and 3e-7). Where entries of T alternate in sign,
-/// each merge adds to it: 3e-6 at 128 rows.
+/// each merge adds to it: 3e-6 to 1e-5 at 128 rows, where substitution has up to 2e-6.
 ///
 /// \tparam kSize          rows: 16, 32, 64 or 128. Smaller systems are padded with zero rows of L.
 /// \tparam kBlockThreads  threads of the one-dimensional block; a multiple of 32, at least 64
@@ -90,6 +99,8 @@ class BlockTriangularInverse {
                 "built for 16, 32, 64 and 128 rows");
   static_assert(kBlockThreads % 32 == 0 && kBlockThreads >= 64, "whole warps");
 
+  static constexpr bool kSubstitution = kAlgorithm == BLOCK_TRIANGULAR_INVERSE_SUBSTITUTION;
+  static_assert(!kSubstitution || kBlockThreads >= kSize, "a thread per column");
   static constexpr bool kTensorCores = kAlgorithm == BLOCK_TRIANGULAR_INVERSE_RAKING_TF32X3;
   static constexpr int kSegment = 16;
   static constexpr int kSegments = kSize / kSegment;
@@ -99,10 +110,11 @@ class BlockTriangularInverse {
   // As a B fragment the product is read 4 rows x 8 columns at a time: 8 words of skew make that
   // free of bank conflicts. (The matrix keeps 4: it is read as an A fragment, 8 rows x 4 columns,
   // and by rows of 16 bytes.)
-  static constexpr int kProductPitch = kHalf + (kTensorCores ? 8 : 4);
+  static constexpr int kProductRows = kSubstitution ? kSegment : kHalf;
+  static constexpr int kProductPitch = (kSubstitution ? kSize : kHalf) + (kTensorCores ? 8 : 4);
 
   struct _TempStorage {
-    float product[kSize > kSegment ? kHalf * kProductPitch : 4];
+    float product[kSize > kSegment ? kProductRows * kProductPitch : 4];
   };
 
  public:
@@ -127,6 +139,10 @@ class BlockTriangularInverse {
   ///                diagonal blocks. Written: what lies on or below the diagonal, and zeros above
   ///                it inside those blocks. Other blocks above the diagonal are not touched.
   __device__ __forceinline__ void Invert(float* matrix) {
+    if constexpr (kSubstitution) {
+      for (int first = 0; first < kSize; first += kSegment) SolveRows(matrix, first);
+      return;
+    }
     RakeDiagonalBlocks(matrix);
     if constexpr (kSize >= 32) Merge<16>(matrix);
     if constexpr (kSize >= 64) Merge<32>(matrix);
@@ -142,21 +158,8 @@ class BlockTriangularInverse {
       float x[kSegment];
       if (column < kSegment) {
 #pragma unroll
-        for (int i = 0; i < kSegment; ++i) {
-          float sum = i == column ? 1.f : 0.f;
-          // All lanes read the same row of L: broadcasts.
-#pragma unroll
-          for (int m = 0; m + 4 <= i; m += 4) {
-            const float4 l = *reinterpret_cast<const float4*>(block + i * kPitch + m);
-            sum = fmaf(-l.x, x[m], sum);
-            sum = fmaf(-l.y, x[m + 1], sum);
-            sum = fmaf(-l.z, x[m + 2], sum);
-            sum = fmaf(-l.w, x[m + 3], sum);
-          }
-#pragma unroll
-          for (int m = i / 4 * 4; m < i; ++m) sum = fmaf(-block[i * kPitch + m], x[m], sum);
-          x[i] = sum;
-        }
+        for (int i = 0; i < kSegment; ++i) x[i] = i == column ? 1.f : 0.f;
+        Substitute(block, x);
       }
       __syncwarp();  // every lane has read L before any lane overwrites it
       if (column < kSegment) {
@@ -165,6 +168,55 @@ class BlockTriangularInverse {
       }
     }
     __syncthreads();  // the merges read all blocks
+  }
+
+  // x <- (I + L)^-1 x for the L of one diagonal block. All lanes read the same row of it:
+  // broadcasts.
+  static __device__ __forceinline__ void Substitute(const float* block, float (&x)[kSegment]) {
+#pragma unroll
+    for (int i = 0; i < kSegment; ++i) {
+      float sum = x[i];
+#pragma unroll
+      for (int m = 0; m + 4 <= i; m += 4) {
+        const float4 l = *reinterpret_cast<const float4*>(block + i * kPitch + m);
+        sum = fmaf(-l.x, x[m], sum);
+        sum = fmaf(-l.y, x[m + 1], sum);
+        sum = fmaf(-l.z, x[m + 2], sum);
+        sum = fmaf(-l.w, x[m + 3], sum);
+      }
+#pragma unroll
+      for (int m = i / 4 * 4; m < i; ++m) sum = fmaf(-block[i * kPitch + m], x[m], sum);
+      x[i] = sum;
+    }
+  }
+
+  // Rows first .. first + 15 of T, where the rows above are T already:
+  // T_i = (I + L_ii)^-1 (E_i - sum over rows m above of L_im T_m).
+  __device__ __forceinline__ void SolveRows(float* matrix, int first) {
+    float* const rows = matrix + first * kPitch;
+    const int row_tiles = kSegment / 4, tiles = row_tiles * (first / 4);
+    for (int tile = thread_; tile < tiles; tile += kBlockThreads) {
+      const int i = tile % row_tiles * 4, j = tile / row_tiles * 4;
+      // Above row j, column j of T is zero.
+      Tile<false>(rows, kPitch, matrix, kPitch, temp_.product, kProductPitch, i, j, j, first);
+    }
+    __syncthreads();  // the products are complete
+    const int column = thread_;
+    float x[kSegment];
+    if (column < first + kSegment) {
+#pragma unroll
+      for (int i = 0; i < kSegment; ++i)
+        x[i] = column < first        ? -temp_.product[i * kProductPitch + column]
+               : first + i == column ? 1.f
+                                     : 0.f;
+      Substitute(rows + first, x);
+    }
+    __syncthreads();  // every thread has read L before any thread overwrites it
+    if (column < first + kSegment) {
+#pragma unroll
+      for (int i = 0; i < kSegment; ++i) rows[i * kPitch + column] = x[i];
+    }
+    __syncthreads();  // the next rows, or the caller, read these; the product is free
   }
 
   // C <- -D^-1 (C A^-1) for every pair of neighboring inverted blocks of kN rows. The order of the

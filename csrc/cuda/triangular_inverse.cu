@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // unit_lower_triangular_inverse: one block = one matrix, padded with zero rows to 16, 32, 64 or
-// 128. fp32 merges: as accurate as substitution row by row. Reads L once and writes T once,
-// coalesced.
+// 128. Substitution throughout: at 128 rows merges would cost a digit. Reads L once and writes T
+// once, coalesced.
 #include "cuda/triangular_inverse.h"
 
 #include <stdexcept>
@@ -18,7 +18,7 @@ namespace {
 template <int kSize>
 struct InverseTraits {
   static constexpr int kThreads = kSize < 64 ? 64 : kSize == 64 ? 128 : 256;
-  using Inverse = BlockTriangularInverse<kSize, kThreads>;
+  using Inverse = BlockTriangularInverse<kSize, kThreads, BLOCK_TRIANGULAR_INVERSE_SUBSTITUTION>;
   struct Shared {
     alignas(16) float matrix[Inverse::kMatrixSize];
     typename Inverse::TempStorage inverse;

@@ -238,6 +238,21 @@ __global__ void flag(float* x, volatile int* ready) {
     x[32 + threadIdx.x] = x[threadIdx.x];
   }
 }
+// Block 0 writes what block 1 reads again and again, until the launch has failed.
+__global__ void write_under_a_reader(float* x, volatile int* flags) {
+  if (blockIdx.x == 0) {
+    while (!flags[0]) {
+    }
+    x[0] = 1;
+  } else {
+    do {
+      float seen;
+      asm volatile("ld.global.f32 %0, [%1];" : "=f"(seen) : "l"(x) : "memory");
+      x[1] = seen;
+      flags[0] = 1;  // without a fence: this orders nothing
+    } while (!flags[1]);
+  }
+}
 __global__ void waits_for_nobody(volatile int* ready) {
   while (!*ready) {
   }
@@ -445,6 +460,7 @@ int main(int argc, char** argv) {
       last_block<true><<<4, 32>>>(x, u, y));
   RUN(flag_without_fence, flag<false><<<2, 32>>>(x, n));
   RUN(flag_with_fence, flag<true><<<2, 32>>>(x, n));
+  RUN(write_under_a_reader, write_under_a_reader<<<2, 1>>>(x, n));
   RUN(flag_that_nobody_sets, waits_for_nobody<<<1, 32>>>(n));
   RUN(global_in_a_block_without_barrier, through_global<false><<<1, 64>>>(x));
   RUN(global_in_a_block_with_barrier, through_global<true><<<1, 64>>>(x));

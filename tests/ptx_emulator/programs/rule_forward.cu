@@ -3,11 +3,10 @@
 // the recurrence in double, states and maps, packed sequences that share key heads; then the shapes
 // that are counted.
 #include <cstring>
+#include <stdexcept>
 
-#include "cuda/chunk_table.cu"
 #include "cuda/forward.h"
-#include "cuda/recurrent_forward.cu"
-#include "cuda/simt_forward.cu"
+#include "cuda/simt_forward.h"
 #include "testing.cuh"
 using namespace testing;
 using namespace deltanet::cuda;

@@ -156,7 +156,12 @@ struct Current {  // the access under way
   int site;
   bool reads, writes, strong, pending, is_shared;
   uint64_t offset;
-  std::mutex* held;  // what guards the cells of global memory, or null
+};
+struct Conflict {              // the earlier access that nothing orders before the one under way
+  const char* kind = nullptr;  // null: there is none
+  uint32_t block = 0, thread = 0;
+  int site = 0;
+  bool pending = false;
 };
 
 // Whether an earlier access happened before the one under way.
@@ -171,22 +176,19 @@ bool ordered(const Current& a, uint32_t block, uint32_t thread, uint32_t time) {
 }
 bool ordered(const Current& a, const Stamp& s) { return ordered(a, s.block, s.thread, s.time); }
 
-[[noreturn]] void race(const Current& a, const char* earlier, uint32_t block, uint32_t thread,
-                       int site, bool pending) {
+[[noreturn]] void race(const Current& a, const Conflict& c) {
   const char* later = a.reads && a.writes ? "atomic update" : a.writes ? "write" : "read";
-  const std::string other = describe_site(*a.b->launch, site);
+  const std::string other = describe_site(*a.b->launch, c.site);
   const std::string who =
-      block == a.b->serial ? describe_thread(*a.b, thread) : "a thread of another block";
+      c.block == a.b->serial ? describe_thread(*a.b, c.thread) : "a thread of another block";
   const char* where = a.is_shared ? "shared memory" : "global memory";
-  // A fault leaves this fiber for good: nothing would ever unlock, and another worker would wait.
-  if (a.held) a.held->unlock();
-  if (pending)
+  if (c.pending)
     fault(a.t, a.site, kRace,
           "%s of %s at offset 0x%lx, where the asynchronous copy of %s has not been waited for\n  "
           "other    %s",
           later, where, (unsigned long)a.offset, who.c_str(), other.c_str());
   fault(a.t, a.site, kRace, "%s of %s at offset 0x%lx after a %s by %s: %s\n  other    %s", later,
-        where, (unsigned long)a.offset, earlier, who.c_str(), kWhy[a.is_shared ? 1 : 2],
+        where, (unsigned long)a.offset, c.kind, who.c_str(), kWhy[a.is_shared ? 1 : 2],
         other.c_str());
 }
 
@@ -219,24 +221,27 @@ bool of_earlier_launch(const Current& a, uint32_t block) {
   return block < a.b->launch->first_serial;
 }
 
-void check_group(const Current& a, const Readers& r) {
-  if (!r.block || (r.strong && a.strong)) return;
+Conflict check_group(const Current& a, const Readers& r) {
+  if (!r.block || (r.strong && a.strong)) return {};
   if (r.block == kSeveralBlocks) {  // only an exact answer may be a finding
-    if (of_earlier_launch(a, r.time)) return;
-    if (!knows_foreign(a.t)) race(a, "read", 0, 0, r.site, false);
-    return;
+    if (of_earlier_launch(a, r.time) || knows_foreign(a.t)) return {};
+    return {"read", 0, 0, r.site};
   }
   if (r.block == a.b->serial ? r.time <= a.b->floor : a.is_shared || of_earlier_launch(a, r.block))
-    return;
+    return {};
   for (uint32_t lanes = r.lanes; lanes; lanes &= lanes - 1) {
     const uint32_t thread = r.warp * 32u + uint32_t(__builtin_ctz(lanes));
-    if (!ordered(a, r.block, thread, r.time)) race(a, "read", r.block, thread, r.site, false);
+    if (!ordered(a, r.block, thread, r.time)) return {"read", r.block, thread, r.site};
   }
+  return {};
 }
-void check_readers(Extras& x, Cell& cell, const Current& a) {
-  for (const Readers& r : cell.readers) check_group(a, r);
+Conflict check_readers(Extras& x, const Cell& cell, const Current& a) {
+  for (const Readers& r : cell.readers)
+    if (const Conflict c = check_group(a, r); c.kind) return c;
   if (cell.many)
-    for (const Readers& r : list_of(x, cell)) check_group(a, r);
+    for (const Readers& r : list_of(x, cell))
+      if (const Conflict c = check_group(a, r); c.kind) return c;
+  return {};
 }
 
 // Whether these reads need not be remembered once the current thread has read: they happened before
@@ -279,20 +284,22 @@ void add_reader(Extras& x, Cell& cell, const Current& a) {
   list.push_back(me);
 }
 
-void check_cell(Extras& x, Cell& cell, const Current& a) {
+// Looks for a conflict; without one, remembers the access.
+Conflict check_cell(Extras& x, Cell& cell, const Current& a) {
   const Stamp& w = cell.write;
   if (w.block) {
-    if (w.pending && w.block == a.b->serial) race(a, "write", w.block, w.thread, w.site, true);
-    if (!(w.strong && a.strong) && !ordered(a, w))
-      race(a, "write", w.block, w.thread, w.site, false);
+    const bool pending = w.pending && w.block == a.b->serial;
+    if (pending || (!(w.strong && a.strong) && !ordered(a, w)))
+      return {"write", w.block, w.thread, w.site, pending};
   }
   if (a.writes) {
-    check_readers(x, cell, a);
+    if (const Conflict c = check_readers(x, cell, a); c.kind) return c;
     forget_readers(x, cell);
     cell.write = {a.b->serial, a.t->now, a.site, uint16_t(a.t->index), a.strong, a.pending};
   } else {
     add_reader(x, cell, a);
   }
+  return {};
 }
 Cell* byte_cells(Extras& x, Cell& word) {
   if (!word.split) {
@@ -322,30 +329,43 @@ void join_bytes(Extras& x, Cell& word) {
   word = Cell{stamp, {}, 0, 0};
 }
 
+// The words, or the bytes of one word, that the access touches. Leaves a.offset at a conflict.
+Conflict check_cells(Shadow& s, Extras& x, Current& a, uint32_t size) {
+  const uint64_t begin = a.offset, end = begin + size;
+  if (size < 4) {
+    Cell* bytes = byte_cells(x, s.cells[begin / 4]);
+    for (uint32_t i = 0; i < size; i++)
+      if (const Conflict c = check_cell(x, bytes[begin % 4 + i], a); c.kind) return c;
+    return {};
+  }
+  for (a.offset = begin / 4 * 4; a.offset + 4 <= end; a.offset += 4) {
+    Cell& word = s.cells[a.offset / 4];
+    if (__builtin_expect(!word.split, 1)) {
+      if (const Conflict c = check_cell(x, word, a); c.kind) return c;
+      continue;
+    }
+    for (int i = 0; i < 4; i++)
+      if (const Conflict c = check_cell(x, byte_cells(x, word)[i], a); c.kind) return c;
+    if (a.writes) join_bytes(x, word);  // the word is one again
+  }
+  return {};
+}
+
 }  // namespace
 
 void check_access(Thread* t, Shadow& s, uint64_t offset, uint32_t size, int site, bool reads,
                   bool writes, bool strong, bool pending, bool is_shared) {
+  Current a{t, t->block, site, reads, writes, strong, pending, is_shared, offset};
   Extras& x = s.parts[is_shared ? 0 : offset / 256 % Shadow::kParts];
-  std::mutex* const held = is_shared ? nullptr : &x.mutex;
-  Current a{t, t->block, site, reads, writes, strong, pending, is_shared, offset, held};
-  std::unique_lock<std::mutex> lock(x.mutex, std::defer_lock);
-  if (!is_shared) lock.lock();
-  if (size < 4) {
-    Cell* bytes = byte_cells(x, s.cells[offset / 4]);
-    for (uint32_t i = 0; i < size; i++) check_cell(x, bytes[offset % 4 + i], a);
-    return;
+  Conflict conflict;
+  {
+    std::unique_lock<std::mutex> lock(x.mutex, std::defer_lock);
+    if (!is_shared) lock.lock();
+    conflict = check_cells(s, x, a, size);
   }
-  for (uint64_t w = offset / 4; w < (offset + size) / 4; w++) {
-    Cell& word = s.cells[w];
-    a.offset = w * 4;
-    if (__builtin_expect(!word.split, 1)) {
-      check_cell(x, word, a);
-      continue;
-    }
-    for (int i = 0; i < 4; i++) check_cell(x, byte_cells(x, word)[i], a);
-    if (writes) join_bytes(x, word);  // the word is one again
-  }
+  // A finding leaves this fiber for good, without unwinding it: a lock would never be released, and
+  // the worker of another block would wait for it.
+  if (conflict.kind) race(a, conflict);
 }
 
 void settle_async(Thread* t, uint8_t* to, uint32_t size, int site) {
