@@ -47,7 +47,7 @@ $(STAMPS)/build: $(STAMPS)/torch requirements/build.txt
 	@$(PY) scripts/install_requirements.py requirements/build.txt $@
 	@test -f $@
 
-$(STAMPS)/demo $(STAMPS)/test: $(STAMPS)/%: $(STAMPS)/torch requirements/%.txt
+$(STAMPS)/demo $(STAMPS)/examples $(STAMPS)/test: $(STAMPS)/%: $(STAMPS)/torch requirements/%.txt
 	@$(PY) scripts/install_requirements.py requirements/$*.txt $@
 
 $(STAMPS)/lint: $(STAMPS)/torch requirements/lint.txt
@@ -85,10 +85,10 @@ demo: $(READY) $(STAMPS)/demo ## run the main job: a Gated DeltaNet model with a
 dev: $(READY) ## editable install, built in place
 	@echo "==> deltanet_ext is ready in $(VENV)"
 
-test: $(READY) $(STAMPS)/test $(STAMPS)/demo ## everything that CI runs: C++ tests, then pytest
+test: $(READY) $(STAMPS)/test $(STAMPS)/demo $(STAMPS)/examples ## everything that CI runs: C++ tests, then pytest
 	@scripts/with_python_headers.sh $(PY) scripts/run_tests.sh $(PY) $(STAMPS) $(ARGS)
 
-test-quick: $(READY) $(STAMPS)/test $(STAMPS)/demo ## the same without slow tests, under two minutes
+test-quick: $(READY) $(STAMPS)/test $(STAMPS)/demo $(STAMPS)/examples ## the same without slow tests, under two minutes
 	@scripts/with_python_headers.sh $(PY) scripts/run_tests.sh $(PY) $(STAMPS) -m "not slow" $(ARGS)
 
 test-cpp: $(STAMPS)/build ## the C++ tests alone

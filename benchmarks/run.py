@@ -40,6 +40,13 @@ OURS, THEIRS = "deltanet_ext", "transformers"
 
 
 def contestants(case: Any) -> dict[str, Callable]:
+    """What is timed."""
+    both = functions(case)
+    return {n: trained(f) for n, f in both.items()} if case.train else both
+
+
+def functions(case: Any) -> dict[str, Callable]:
+    """Ours and theirs."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
     import deltanet_ext
@@ -54,11 +61,10 @@ def contestants(case: Any) -> dict[str, Callable]:
             OURS: deltanet_ext.recurrent_gated_delta_rule,
             THEIRS: plain(modeling.torch_recurrent_gated_delta_rule),
         }
-    functions = {
+    return {
         OURS: deltanet_ext.chunk_gated_delta_rule,
         THEIRS: plain(modeling.torch_chunk_gated_delta_rule),
     }
-    return {n: trained(f) for n, f in functions.items()} if case.train else functions
 
 
 def trained(function: Callable) -> Callable:
@@ -86,8 +92,8 @@ def measure(case: Any, dtype: str, seconds: float, peak: machine.Peak) -> list[d
     # A sample is one call or, for short calls, enough of them to take a few milliseconds. What a
     # call returned is kept until the next one returns, as in a model.
     calls, samples = {}, {}
-    functions = contestants(case)
-    for name, function in functions.items():
+    timed = contestants(case)
+    for name, function in timed.items():
         function(**inputs)
         start = clock()
         function(**inputs)
@@ -102,12 +108,12 @@ def measure(case: Any, dtype: str, seconds: float, peak: machine.Peak) -> list[d
     else:
         unit, work = "GFLOP/s", case.flop / 1e9
         limit = peak.gflops
-    limits: dict[str, list[float]] = {name: [] for name in functions}
+    limits: dict[str, list[float]] = {name: [] for name in timed}
     start = time.perf_counter()
     with contextlib.nullcontext() if case.train else torch.inference_mode():
         before = limit()
         while time.perf_counter() - start < seconds or len(samples[OURS]) < 5:
-            for name, function in functions.items():
+            for name, function in timed.items():
                 begin = clock()
                 for _ in range(calls[name]):
                     result = function(**inputs)

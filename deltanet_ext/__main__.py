@@ -12,7 +12,7 @@ import sys
 import torch
 
 import deltanet_ext
-from deltanet_ext import demo
+from deltanet_ext import demo, demo_train
 
 
 def _version_of(package: str) -> str:
@@ -77,29 +77,33 @@ def writable(path: str) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    defaults = demo.Options()
+    defaults, training = demo.Options(), demo_train.Options()
     top = argparse.ArgumentParser(prog="python -m deltanet_ext", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
 
     show = commands.add_parser(
         "demo",
         help="run a Gated DeltaNet model with and without this package and compare",
-        description=demo.__doc__,
+        description=f"{demo.__doc__}\n{demo_train.__doc__}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    show.add_argument("--train", action="store_true", help="train a Qwen3.5 model instead, in fp32")
     show.add_argument("--model", choices=demo.MODELS, action="append", help="default: both")
     show.add_argument("--dtype", choices=tuple(demo.DTYPES), action="append", help="default: both")
     for name, text in (
-        ("tokens", "bytes of text to read"),
-        ("steps", "tokens to generate"),
+        ("tokens", "bytes of text to read, or of a training step"),
+        ("steps", "tokens to generate, or training steps"),
         ("hidden", "width of the model"),
         ("key-heads", "key heads of the rule; there are twice as many value heads"),
         ("repeats", "timed runs in fp32; the fastest one counts"),
         ("seed", "of the weights"),
     ):
-        default = getattr(defaults, name.replace("-", "_"))
+        field = name.replace("-", "_")
+        default = getattr(defaults, field)
+        if (trained := getattr(training, field, default)) != default:
+            default = f"{default}; with --train {trained}"
         kind = int if name == "seed" else positive
-        show.add_argument(f"--{name}", type=kind, default=default, help=f"{text} ({default})")
+        show.add_argument(f"--{name}", type=kind, help=f"{text} ({default})")
     show.add_argument("--threads", type=positive, help="default: one per idle core")
     show.add_argument(
         "--json", metavar="PATH", type=writable, help="write the figures there as well"
@@ -110,21 +114,22 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given = parser().parse_args(arguments)
+    top = parser()
+    given = top.parse_args(arguments)
     if given.command == "info":
         return info()
-    options = demo.Options(
-        models=tuple(given.model or demo.MODELS),
-        dtypes=tuple(given.dtype or demo.DTYPES),
-        tokens=given.tokens,
-        steps=given.steps,
-        hidden=given.hidden,
-        key_heads=given.key_heads,
-        repeats=given.repeats,
-        threads=given.threads,
-        seed=given.seed,
-    )
-    return demo.main(options, given.json)
+    names = ("tokens", "steps", "hidden", "key_heads", "repeats", "threads", "seed")
+    sizes = {name: value for name in names if (value := getattr(given, name)) is not None}
+    if given.train:
+        for name in ("model", "dtype", "repeats"):
+            if getattr(given, name) is not None:
+                top.error(f"--{name} does not go with --train")
+        return demo_train.main(demo_train.Options(**sizes), given.json)
+    if given.model is not None:
+        sizes["models"] = tuple(given.model)
+    if given.dtype is not None:
+        sizes["dtypes"] = tuple(given.dtype)
+    return demo.main(demo.Options(**sizes), given.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What was in memory before must not matter: poisoned tensors, poisoned malloc for scratch."""
 
+import json
 import os
 import subprocess
 import sys
@@ -92,6 +93,19 @@ def test_a_wrong_amount_is_an_error() -> None:
     )
     assert done.returncode == 1
     assert "DELTANET_KEEP_MB is 'much'; supported: a number of megabytes, 0 or more" in done.stderr
+
+
+@pytest.mark.slow
+def test_training_takes_little_more_than_what_the_caller_sees() -> None:
+    """At a length at which anything that grows with T, and should not, shows."""
+    pytest.importorskip("transformers", minversion="5.15")  # benchmarks/run.py imports it
+    script = HERE.parent / "benchmarks" / "memory.py"
+    command = [sys.executable, str(script), "--child", "deltanet_ext", "--tokens", "65536"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["visible"] > 1e9
+    assert result["peak"] > result["visible"], "the measurement misses something"
+    assert result["peak"] < 1.5 * result["visible"] + result["saved_states"]
 
 
 SCRIPT = """
