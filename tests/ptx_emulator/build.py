@@ -363,17 +363,21 @@ def program(
 # The CUDA side of the extension: kernels, and operator code that includes torch. Both grow with
 # csrc.
 KERNEL_SOURCES = (
+    "csrc/cuda/backward.cu",
     "csrc/cuda/chunk_table.cu",
     "csrc/cuda/forward.cu",
     "csrc/cuda/gate_cumsum.cu",
     "csrc/cuda/recurrent_forward.cu",
+    "csrc/cuda/simt_adjoint.cu",
     "csrc/cuda/simt_forward.cu",
+    "csrc/cuda/simt_gradients.cu",
     "csrc/cuda/tensor_core.cu",
     *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc/cuda/tensor_core").glob("*.cu")),
     "csrc/cuda/triangular_inverse.cu",
     "tests/ptx_emulator/operators/reads_too_far.cu",
 )
 OPERATOR_SOURCES = (
+    "csrc/ops/gated_delta_rule_backward_cuda.cpp",
     "csrc/ops/gated_delta_rule_cuda.cpp",
     "csrc/ops/schema.cpp",
     "csrc/ops/triangular_inverse_cuda.cpp",
