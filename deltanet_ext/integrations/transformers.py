@@ -14,8 +14,7 @@ hook, in each one that is imported later. It imports nothing of transformers its
 were built before the call are switched as well: they look the function up at every call.
 
 A call that the operators cannot serve goes to the function that was there before, and the log says
-why, once per reason: a tensor is on a device without kernels, gradients are needed there, an
-unsupported dtype or head dim.
+why, once per reason: a tensor is on a device without kernels, an unsupported dtype or head dim.
 
 Models also pass arguments that are none of the rule's business (`use_cache`,
 `output_router_logits`, ...). The wrapper drops them, as transformers does. `cu_seqlens` is used:
@@ -118,8 +117,6 @@ def _reason_to_decline(call: dict[str, Any]) -> str | None:
             continue
         if (why := _no_kernels_for(tensor.device, query)) is not None:
             return why
-        if tensor.requires_grad and torch.is_grad_enabled():
-            return "gradients are needed on cuda, where only the forward pass is built"
 
     dtype = query.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
