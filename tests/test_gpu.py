@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import test_backward
 import torch
 from torch import Tensor
 
 import deltanet_ext
-import test_backward
 from cases import (
     ALL_CASES,
     Case,
