@@ -55,11 +55,14 @@ OPS_SOURCES = [
     "csrc/ops/module.cpp",
 ]
 CUDA_SOURCES = [
+    "csrc/cuda/backward.cu",
     "csrc/cuda/chunk_table.cu",
     "csrc/cuda/forward.cu",
     "csrc/cuda/gate_cumsum.cu",
     "csrc/cuda/recurrent_forward.cu",
+    "csrc/cuda/simt_adjoint.cu",
     "csrc/cuda/simt_forward.cu",
+    "csrc/cuda/simt_gradients.cu",
     "csrc/cuda/tensor_core.cu",
     "csrc/cuda/tensor_core/prepare_bf16_128.cu",
     "csrc/cuda/tensor_core/prepare_bf16_64.cu",
@@ -75,6 +78,7 @@ CUDA_SOURCES = [
     "csrc/cuda/tensor_core/scan_output_fp16_64_fast.cu",
     "csrc/cuda/tensor_core/segments.cu",
     "csrc/cuda/triangular_inverse.cu",
+    "csrc/ops/gated_delta_rule_backward_cuda.cpp",
     "csrc/ops/gated_delta_rule_cuda.cpp",
     "csrc/ops/triangular_inverse_cuda.cpp",
     "csrc/ops/module_cuda.cpp",

@@ -136,9 +136,9 @@ def _refuse(ctx: Any, *grads: Any) -> NoReturn:
     raise NotImplementedError(NO_SECOND_DERIVATIVE)
 
 
-def register() -> None:
+def register(namespace: str = "deltanet_ext") -> None:
     def one(name: str, backward: Any, keep: Any = None) -> None:
-        torch.library.register_autograd(f"deltanet_ext::{name}", backward, setup_context=keep)
+        torch.library.register_autograd(f"{namespace}::{name}", backward, setup_context=keep)
 
     for form in ("chunk", "recurrent"):
         one(f"{form}_gated_delta_rule_forward", _rule_backward, _keep_rule)

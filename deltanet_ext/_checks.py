@@ -405,16 +405,6 @@ def _explain_beta(
         )
 
 
-def refuse_cuda_grad(*args: Any) -> None:
-    """Gradients on CUDA: the operators there have no backward yet."""
-    for x in args:
-        if isinstance(x, Tensor) and x.device.type == "cuda" and x.requires_grad:
-            raise NotImplementedError(
-                "deltanet_ext: gradients are built for cpu only, and a tensor on "
-                f"{x.device} requires grad; run it under torch.no_grad()"
-            )
-
-
 def refuse_tangents(*args: Any) -> None:
     """Forward-mode gradients: a custom operator would silently drop them."""
     for x in args:

@@ -73,7 +73,6 @@ def _run(operator: Callable[..., Any], *args: Any, saving: Callable[..., Any] | 
     if not compiling and forward_ad._current_level >= 0:
         _checks.refuse_tangents(*args)
     if torch.is_grad_enabled() and _any_requires_grad(args):
-        _checks.refuse_cuda_grad(*args)
         return (saving or operator)(*args)
     if compiling:
         return operator(*args)

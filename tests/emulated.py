@@ -56,13 +56,14 @@ def runtime() -> ctypes.CDLL:
 @functools.cache
 def load() -> Any:
     """The operators, as `torch.ops.deltanet_ext_emulated`. They follow deltanet_ext's switches."""
-    from deltanet_ext import _settings
+    from deltanet_ext import _autograd, _settings
 
     runtime()
     library = str(build.operators())
     torch.ops.load_library(library)
     _settings._listeners.append(ctypes.CDLL(library).ptx_emulated_operators_set)
     _settings._tell()
+    _autograd.register(NAMESPACE)
     return getattr(torch.ops, NAMESPACE)
 
 
@@ -84,12 +85,22 @@ def call(name: str, *args: Any) -> Any:
         raise
 
 
+class _Operators:
+    """What a backward pass calls inside of `path()`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(call, name)
+
+
 @contextmanager
 def path() -> Iterator[None]:
-    """Inside, the public functions of deltanet_ext call the emulated operators."""
-    from deltanet_ext import ops
+    """Inside, the public functions of deltanet_ext, and backward passes, call the emulated
+    operators."""
+    from deltanet_ext import _autograd, ops
 
     load()
+    kept = _autograd._operators
+    _autograd._operators = _Operators
     overloads = torch._ops.OpOverload
     found = {
         n: v
@@ -101,6 +112,7 @@ def path() -> Iterator[None]:
     try:
         yield
     finally:
+        _autograd._operators = kept
         for name, operator in found.items():
             setattr(ops, name, operator)
 

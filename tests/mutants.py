@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Seeded bugs in the CUDA kernels, each of which test_cuda_emulated.py must find.
+"""Seeded bugs in the CUDA kernels, each of which test_cuda_emulated.py, or for
+the backward pass test_cuda_backward.py, must find.
 
     mutants.py              all of them (compiles for some minutes)
     mutants.py NAME...      these
@@ -38,11 +39,18 @@ class Mutant(NamedTuple):
             PREPARE: "chunk", SCAN: "chunk", TABLE: "chunk", RECURRENT: "recurrent",
         }.get(self.file, "")  # fmt: skip
 
+    @property
+    def test_file(self) -> str:
+        backward = self.file in (ADJOINT, GRADIENTS, REDUCE)
+        return f"tests/test_cuda_{'backward' if backward else 'emulated'}.py"
+
 
 PREPARE, SCAN = "csrc/cuda/simt_prepare.cuh", "csrc/cuda/simt_scan.cuh"
 RECURRENT, TABLE = "csrc/cuda/recurrent_forward.cuh", "csrc/cuda/chunk_table.cu"
 LOAD, PARAMS = "csrc/cuda/load.cuh", "csrc/cuda/rule_params.cuh"
 OPERATOR = "csrc/ops/gated_delta_rule_cuda.cpp"
+ADJOINT, GRADIENTS = "csrc/cuda/simt_adjoint.cuh", "csrc/cuda/simt_gradients.cuh"
+REDUCE = "csrc/cuda/simt_reduce.cuh"
 
 MUTANTS = [
     # Mathematics.
@@ -61,7 +69,7 @@ MUTANTS = [
     Mutant("-inf is not clamped", LOAD, "return g < kSmallestLogDecay ? kSmallestLogDecay : g;",
            "return g;"),
     Mutant("no epsilon", LOAD, "sum_of_squares + 1e-6f", "sum_of_squares"),
-    Mutant("beta is not doubled", LOAD, "p.beta_doubled ? 2 : 1", "1"),
+    Mutant("beta is not doubled", LOAD, "float((p.beta_doubled ? 2 : 1) /", "float(1 /"),
     Mutant("quads across the last column", LOAD, "if (quads && count >= 4) {\n    if (dtype == "
            "DType::kFloat32)\n      return", "if (quads) {\n    if (dtype == DType::kFloat32)\n"
            "      return"),
@@ -82,10 +90,30 @@ MUTANTS = [
     Mutant("no barrier before V' is read", SCAN,
            "    __syncthreads();  // V' is complete, and S has been read\n", ""),
     Mutant("no barrier between chunks", SCAN, "      __syncthreads();  // the chunk before has been"
-           " read (first: the state is there)\n", ""),
+           " read, S is complete (first: it is there)\n", ""),
     Mutant("one buffer for k and q", RECURRENT, "store_rows(buffer ^ 1);", "store_rows(buffer);"),
     Mutant("no barrier before the first token", RECURRENT,
            "      if (i == 0) __syncthreads();  // the first rows are there\n", ""),
+    # The backward pass.
+    Mutant("Z reads earlier rows", ADJOINT, "sum = fmaf(-f.L[j][i], z[j], sum);",
+           "sum = fmaf(-f.L[i][j], z[j], sum);"),
+    Mutant("dS without the strip's end", ADJOINT, "i == used - 1 || unsigned(i)", "unsigned(i)"),
+    Mutant("dg with token t's own future", GRADIENTS,
+           "for (int j = first; j < t; ++j) {\n      sum +=",
+           "for (int j = first; j <= t; ++j) {\n      sum +="),
+    Mutant("dg without what passes through", GRADIENTS,
+           "sum += shared_.through[c * kChunk + first][w];", "sum += 0.f;"),
+    Mutant("dbeta divided by beta", GRADIENTS, "-shared_.gradient.KK[thread_][j]",
+           "-shared_.prepared.L[thread_][j] / shared_.prepared.value[thread_]"),
+    Mutant("X without its transpose", GRADIENTS,
+           "shared_.ZN[c][i][j] = shared_.ZN[c][j][i] = x;", "shared_.ZN[c][i][j] = x;"),
+    Mutant("states made again one piece short", GRADIENTS, "first < until; first =",
+           "shared_.prepared.end[first] < until; first ="),
+    Mutant("no barrier before dN is read", GRADIENTS,
+           "    __syncthreads();  // dN is complete\n", ""),
+    Mutant("only one value head of a key", REDUCE, "for (int h = 0; h < group; ++h) d[i]",
+           "for (int h = 0; h < 1; ++h) d[i]"),
+    Mutant("the norm is a constant", REDUCE, "fmaf(-row[i], factor, d[i])", "d[i]"),
 ]  # fmt: skip
 
 
@@ -106,7 +134,7 @@ def batches(mutants: list[Mutant]) -> list[list[Mutant]]:
 def test(mutant: Mutant, checkout: Path, environment: dict[str, str]) -> str | None:
     """What the tests said; None: they passed."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider",
-               "tests/test_cuda_emulated.py", "-k", mutant.tests]  # fmt: skip
+               mutant.test_file, "-k", mutant.tests]  # fmt: skip
     done = subprocess.run(
         command, cwd=checkout, env=environment, capture_output=True, text=True, check=False
     )

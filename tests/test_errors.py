@@ -639,14 +639,6 @@ def test_float64_stays_on_the_cpu(function: Callable[..., Any], cuda_kernels: No
         deltanet_ext.unit_lower_triangular_inverse(L)
 
 
-@pytest.mark.parametrize("function", [CHUNK, RECURRENT])
-def test_gradients_on_cuda_are_not_built(function: Callable[..., Any], cuda_kernels: None) -> None:
-    args = on_cuda(good())
-    args["value"].requires_grad_()
-    text = "deltanet_ext: gradients are built for cpu only, and a tensor on cuda:0 requires grad"
-    assert_raises(function, args, NotImplementedError, text)
-
-
 def test_a_device_that_nobody_has_kernels_for(cuda_kernels: None) -> None:
     class OnXpu(OnCuda):
         device = property(lambda self: torch.device("xpu", 1))  # type: ignore[assignment]

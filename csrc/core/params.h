@@ -81,14 +81,14 @@ struct GatedDeltaRuleParams {
   // Where the state before a token is saved that starts the second or a later segment of its
   // sequence. No two such tokens of a batch row lie in the same kSegmentTokens tokens, also when
   // sequences are packed; the places of those that have none stay unused.
-  int64_t saved_state(int64_t batch_row, int64_t token) const {
+  constexpr int64_t saved_state(int64_t batch_row, int64_t token) const {
     return batch_row * (tokens / kSegmentTokens) + token / kSegmentTokens - 1;
   }
 };
 
-// The gradients of one call. The inputs are those of the forward call; output, final_state and
-// their kin of the base are not used. Every gradient that is wanted is written in full.
-struct GatedDeltaRuleBackwardParams : GatedDeltaRuleParams {
+// What the backward pass of one call is given besides the inputs of the forward call, and what it
+// makes. Every gradient that is wanted is written in full.
+struct RuleGradients {
   View<4> grad_output;       // [B, T, HV, V]   dtype of the inputs; absent: zero
   View<4> grad_final_state;  // [N, HV, K, V]   absent: zero
   View<4> states;            // what the forward call saved; absent where no sequence needs one
@@ -97,7 +97,11 @@ struct GatedDeltaRuleBackwardParams : GatedDeltaRuleParams {
   MutableView<4> d_value;          // [B, T, HV, V]  dtype of the inputs
   MutableView<3> d_g, d_beta;      // [B, T, HV]     any dtype; only where g, beta are given
   MutableView<4> d_initial_state;  // [N, HV, K, V]  fp32 (fp64 for fp64 inputs), any strides
-  double* d_gate_sums = nullptr;   // [N, HV, 2]     of A_log, dt_bias per sequence; zeroed before
+};
+
+// On the CPU. output, final_state and their kin of the base are not used.
+struct GatedDeltaRuleBackwardParams : GatedDeltaRuleParams, RuleGradients {
+  double* d_gate_sums = nullptr;  // [N, HV, 2]     of A_log, dt_bias per sequence; zeroed before
 };
 
 // A batch of (I + L)^-1, equation (4): only what lies strictly below the diagonal of L is read.

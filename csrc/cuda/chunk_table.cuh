@@ -53,6 +53,14 @@ __device__ __forceinline__ Chunk chunk_at(const RuleParams& p, const ChunkTable&
           int32_t(left < table.chunk_size ? left : table.chunk_size), int32_t(index)};
 }
 
+// Part i of a chunk that is cut into parts of `size` tokens.
+__device__ __forceinline__ Chunk part_of(Chunk chunk, int i, int size) {
+  const int left = chunk.count - i * size;
+  chunk.first += i * size;
+  chunk.count = left < 0 ? 0 : left < size ? left : size;
+  return chunk;
+}
+
 // The number of sequence n's first chunk.
 __device__ __forceinline__ int64_t first_chunk_of(const RuleParams& p, const ChunkTable& table,
                                                   int64_t n) {

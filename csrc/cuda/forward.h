@@ -20,7 +20,8 @@ namespace deltanet::cuda {
 // Bytes of device memory that chunk_forward needs for this call, a multiple of 256. 0 is possible.
 size_t chunk_forward_workspace(const RuleParams& p);
 
-// Equations (2) to (7). workspace: 256-byte aligned, contents undefined before and after.
+// Equations (2) to (7). workspace: 256-byte aligned, contents undefined before and after. Where
+// saved_states are wanted they are contiguous.
 void chunk_forward(const RuleParams& p, void* workspace, cudaStream_t stream);
 
 // Equation (1), token by token: for decode and short runs. One launch, no workspace.

@@ -17,6 +17,18 @@ inline void check(cudaError_t error, const char* what) {
     throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+  return value;
+}
+// Of the current device: what a block may have at most, in bytes; how many multiprocessors.
+inline int64_t shared_memory() {
+  return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+}
+inline int64_t processors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
+
 // One block per unit of work, all of them in grid.x: y and z end at 65,535.
 template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), int64_t blocks, int threads,

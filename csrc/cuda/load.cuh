@@ -198,6 +198,28 @@ __device__ __forceinline__ float load_beta(const RuleParams& p, int64_t b, int64
   return float((p.beta_doubled ? 2 : 1) / (1 + exp(-x)));
 }
 
+__device__ __forceinline__ double sigmoid(double x) { return 1 / (1 + exp(-x)); }
+
+// Equation (27): the gradient of the raw gate, from that of the log decay.
+__device__ __forceinline__ double raw_gate_gradient(const RuleParams& p, int64_t b, int64_t t,
+                                                    int64_t head, double d) {
+  if (d == 0) return 0;  // a rate of -inf has gates that nothing passes
+  const int64_t at = b * p.g.stride[0] + t * p.g.stride[1] + head * p.g.stride[2];
+  double x = load_double(p.g.data, p.g.dtype, at);
+  if (p.dt_bias.data)
+    x += load_double(p.dt_bias.data, p.dt_bias.dtype, head * p.dt_bias.stride[0]);
+  return -exp(load_double(p.A_log.data, p.A_log.dtype, head * p.A_log.stride[0])) * d * sigmoid(x);
+}
+
+// Equation (28): the gradient of beta as it was given, from that of the write strength.
+__device__ __forceinline__ float raw_beta_gradient(const RuleParams& p, int64_t b, int64_t t,
+                                                   int64_t head, float d) {
+  if (!p.beta_sigmoid) return d;
+  const int64_t at = b * p.beta.stride[0] + t * p.beta.stride[1] + head * p.beta.stride[2];
+  const double x = load_double(p.beta.data, p.beta.dtype, at);
+  return float(d * (p.beta_doubled ? 2 : 1) * sigmoid(x) * sigmoid(-x));
+}
+
 // What a row is multiplied by to normalize it, from the sum of its squares: eps stands inside the
 // root.
 __device__ __forceinline__ float reciprocal_norm(float sum_of_squares) {

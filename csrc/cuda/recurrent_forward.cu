@@ -3,6 +3,7 @@
 
 #include "cuda/forward.h"
 #include "cuda/launch.cuh"
+#include "cuda/saved_states.cuh"
 #include "cuda/supported.h"
 
 namespace deltanet::cuda {
@@ -27,7 +28,9 @@ void recurrent_forward(const RuleParams& p, cudaStream_t stream) {
   check_supported("recurrent_gated_delta_rule", p);
   const RecurrentQuads quads = {quads_along(p.query, 3),      quads_along(p.key, 3),
                                 quads_along(p.value, 3),      quads_along(p.output, 3),
-                                state_quads(p.initial_state), state_quads(p.final_state)};
+                                state_quads(p.initial_state), state_quads(p.final_state),
+                                state_quads(p.saved_states)};
+  clear_saved_states(p, stream);
   // Rows beyond K cost registers and instructions, so the state is cut to size.
   if (p.dim_k <= 64) return run<64>(p, quads, stream);
   if (p.dim_k <= 128) return run<128>(p, quads, stream);

@@ -28,7 +28,7 @@ namespace deltanet::cuda {
 // Which tensors can be moved by quads: found on the host.
 struct RecurrentQuads {
   bool query, key, value, output;
-  int initial_state, final_state;  // 0: no; 1: along V; 2: along K
+  int initial_state, final_state, saved_states;  // 0: no; 1: along V; 2: along K
 };
 
 // Row groups of a block are 16, so a thread has kDimK / 64 pieces.
@@ -100,8 +100,11 @@ class RecurrentBlock {
       if (t + 1 < s.end) store_rows(buffer ^ 1);
       __syncthreads();
       update(s, t, int(i / Traits::kGateTokens & 1), int(i % Traits::kGateTokens), buffer, k, v);
+      // For a backward pass to come: where its segments start.
+      if (p_.saved_states.data && unsigned(i + 1) % unsigned(kSegmentTokens) == 0 && t + 1 < s.end)
+        store_state(p_.saved_states, p_.saved_state(s.batch, t + 1), quads_.saved_states);
     }
-    store_state();
+    store_state(p_.final_state, n_, quads_.final_state);
   }
 
   // The tail of a packed call: zeros.
@@ -161,8 +164,7 @@ class RecurrentBlock {
     }
   }
 
-  __device__ __forceinline__ void store_state() {
-    const auto& x = p_.final_state;
+  __device__ __forceinline__ void store_state(const MutableView<4>& x, int64_t n, int quads) {
     if (!x.data || columns_ <= 0) return;
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
@@ -170,8 +172,8 @@ class RecurrentBlock {
       if (rows <= 0) continue;
       const auto& e = S_[piece];
       const int64_t at =
-          n_ * x.stride[0] + head_ * x.stride[1] + row * x.stride[2] + column_ * x.stride[3];
-      if (quads_.final_state == 2) {
+          n * x.stride[0] + head_ * x.stride[1] + row * x.stride[2] + column_ * x.stride[3];
+      if (quads == 2) {
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           if (j < columns_)
@@ -182,7 +184,7 @@ class RecurrentBlock {
         for (int i = 0; i < 4; ++i)
           if (i < rows)
             store_quad(x.data, x.dtype, at + i * x.stride[2], x.stride[3], columns_,
-                       quads_.final_state == 1, make_float4(e[i][0], e[i][1], e[i][2], e[i][3]));
+                       quads == 1, make_float4(e[i][0], e[i][1], e[i][2], e[i][3]));
       }
     }
   }

@@ -27,6 +27,11 @@ struct RuleParams : GatedDeltaRuleParams {
   bool packed() const { return device_cu_seqlens != nullptr; }
 };
 
+// The backward pass of a call. output, final_state and their kin of the base are not used.
+struct RuleBackwardParams : RuleParams, RuleGradients {
+  MutableView<1> d_A_log, d_dt_bias;  // [HV]  fp32
+};
+
 // Kernels that carry a state run one block per (sequence, value head, tile of V). A packed call has
 // one sequence more, N: its blocks clear the outputs behind the last sequence.
 struct RuleBlock {

@@ -8,32 +8,65 @@
 namespace deltanet::cuda::simt {
 namespace {
 
-template <int kColumns>
-void scan(const RuleParams& p, const ScanArguments& x, cudaStream_t stream) {
-  using Traits = ScanTraits<kColumns>;
-  launch("chunk_scan", scan_kernel<kColumns>, rule_blocks(p, kColumns), Traits::kThreads,
-         Traits::shared_bytes(p.dim_k), stream, p, x);
+int64_t blocks_of(const RuleParams& p, const ScanArguments& x, int columns) {
+  if (!x.strip_states) return rule_blocks(p, columns);
+  return max_chunks(p, kStrip) * p.value_heads * ((p.dim_v + columns - 1) / columns);
 }
 
-int device_attribute(cudaDeviceAttr attribute) {
-  int device = 0, value = 0;
-  check(cudaGetDevice(&device), "chunk_forward");
-  check(cudaDeviceGetAttribute(&value, attribute, device), "chunk_forward");
-  return value;
+template <int kColumns>
+void launch_scan(const RuleParams& p, const ScanArguments& x, cudaStream_t stream) {
+  using Traits = ScanTraits<kColumns>;
+  launch("chunk_scan", scan_kernel<kColumns>, blocks_of(p, x, kColumns), Traits::kThreads,
+         Traits::shared_bytes(p.dim_k), stream, p, x);
 }
 
 // The widest tile of V that fits the device and is of use; narrower ones while blocks would leave
 // processors idle. The results do not depend on it.
-int columns_of_tile(const RuleParams& p) {
-  const int64_t shared = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  const int64_t processors = device_attribute(cudaDevAttrMultiProcessorCount);
+int columns_of_tile(const RuleParams& p, int64_t runs) {
+  const auto blocks = [&](int columns) {
+    return runs * p.value_heads * ((p.dim_v + columns - 1) / columns);
+  };
+  const int64_t shared = shared_memory(), wanted = processors();
   if (p.dim_v > 32 && ScanTraits<64>::shared_bytes(p.dim_k) <= shared &&
-      rule_blocks(p, 64) >= processors)
+      blocks(64) >= wanted)
     return 64;
   if (p.dim_v > 16 && ScanTraits<32>::shared_bytes(p.dim_k) <= shared &&
-      rule_blocks(p, 32) >= processors)
+      blocks(32) >= wanted)
     return 32;
   return 16;
+}
+
+// `runs`: sequences or segments.
+void scan(const RuleParams& p, ScanArguments x, int64_t runs, cudaStream_t stream) {
+  x.query_quads = quads_along(p.query, 3);
+  x.key_quads = quads_along(p.key, 3);
+  x.value_quads = quads_along(p.value, 3);
+  x.output_quads = quads_along(p.output, 3);
+  x.initial_quads = quads_along(p.initial_state, 3);
+  x.final_quads = quads_along(p.final_state, 3);
+  x.saved_quads = quads_along(p.saved_states, 3);
+  x.segment_quads = quads_along(x.segment_states, 3);
+  switch (columns_of_tile(p, runs)) {
+    case 64:
+      return launch_scan<64>(p, x, stream);
+    case 32:
+      return launch_scan<32>(p, x, stream);
+    default:
+      return launch_scan<16>(p, x, stream);
+  }
+}
+
+void prepare(const RuleParams& p, const ChunkTable& table, int parts, Prepared* prepared,
+             PreparedGradient* gradient, cudaStream_t stream) {
+  PrepareArguments x = {};
+  x.out = prepared;
+  x.gradient = gradient;
+  x.table = table;
+  x.parts = parts;
+  x.query_quads = quads_along(p.query, 3);
+  x.key_quads = quads_along(p.key, 3);
+  launch("chunk_prepare", prepare_kernel, max_chunks(p, table.chunk_size) * parts * p.key_heads,
+         PrepareTraits::kThreads, PrepareTraits::shared_bytes(p.dim_k), stream, p, x);
 }
 
 }  // namespace
@@ -44,33 +77,38 @@ size_t workspace_bytes(const RuleParams& p) {
 }
 
 void forward(const RuleParams& p, void* workspace, cudaStream_t stream) {
-  PrepareArguments prepare = {};
-  prepare.table = build_chunk_table(p, kChunk, workspace, stream);
-  prepare.out =
+  const ChunkTable table = build_chunk_table(p, kChunk, workspace, stream);
+  auto* const prepared =
       reinterpret_cast<Prepared*>(static_cast<char*>(workspace) + chunk_table_bytes(p, kChunk));
-  prepare.query_quads = quads_along(p.query, 3);
-  prepare.key_quads = quads_along(p.key, 3);
-  launch("chunk_prepare", prepare_kernel, max_chunks(p, kChunk) * p.key_heads,
-         PrepareTraits::kThreads, PrepareTraits::shared_bytes(p.dim_k), stream, p, prepare);
-
+  prepare(p, table, /*parts=*/1, prepared, nullptr, stream);
   ScanArguments x = {};
-  x.prepared = prepare.out;
-  x.table = prepare.table;
+  x.prepared = prepared;
+  x.table = table;
+  x.parts = 1;
   x.chunks = max_chunks(p, kChunk);
-  x.query_quads = prepare.query_quads;
-  x.key_quads = prepare.key_quads;
-  x.value_quads = quads_along(p.value, 3);
-  x.output_quads = quads_along(p.output, 3);
-  x.initial_quads = quads_along(p.initial_state, 3);
-  x.final_quads = quads_along(p.final_state, 3);
-  switch (columns_of_tile(p)) {
-    case 64:
-      return scan<64>(p, x, stream);
-    case 32:
-      return scan<32>(p, x, stream);
-    default:
-      return scan<16>(p, x, stream);
-  }
+  scan(p, x, p.sequences + (p.packed() ? 1 : 0), stream);
+}
+
+void prepare_strips(const RuleParams& p, const ChunkTable& strips, Prepared* prepared,
+                    PreparedGradient* gradient, cudaStream_t stream) {
+  prepare(p, strips, kStripChunks, prepared, gradient, stream);
+}
+
+void scan_segments(const RuleParams& p, const ChunkTable& strips, const Prepared* prepared,
+                   const View<4>& saved_states, const MutableView<4>& strip_states,
+                   cudaStream_t stream) {
+  RuleParams states = p;
+  states.query = {};
+  states.output = {};
+  states.final_state = {};
+  ScanArguments x = {};
+  x.prepared = prepared;
+  x.table = strips;
+  x.parts = kStripChunks;
+  x.chunks = max_chunks(p, kStrip) * kStripChunks;
+  x.segment_states = saved_states;
+  x.strip_states = strip_states;
+  scan(states, x, max_chunks(p, int(kSegmentTokens)), stream);
 }
 
 }  // namespace deltanet::cuda::simt

@@ -21,29 +21,15 @@
 #include "cuda/chunk_table.cuh"
 #include "cuda/load.cuh"
 #include "cuda/rule_params.cuh"
+#include "cuda/simt_chunk.cuh"
 
 namespace deltanet::cuda::simt {
 
-// 16 tokens: substitution on the right-hand side then costs less than a product with T would, and T
-// is never formed.
-constexpr int kChunk = 16;
-
-// One (chunk, value head) in the workspace.
-struct alignas(16) Prepared {
-  float L[kChunk][kChunk];      // j < i, zero elsewhere
-  float P[kChunk][kChunk + 4];  // j <= i, zero elsewhere; two rows at a time: different banks
-  float value[kChunk];          // b_i
-  float key[kChunk];            // b_i e^{G_i} / |k_i|
-  float query[kChunk];          // scale e^{G_i} / |q_i|
-  float update[kChunk];         // e^{G_end - G_i} / |k_i|
-  // A chunk is cut where the decay rises steeply (see cut_chunk). These are of token i's piece.
-  float keep[kChunk];   // e^{G_end}
-  int32_t end[kChunk];  // one past its last token
-};
-
 struct PrepareArguments {
-  Prepared* out;  // [chunks, HV]
+  Prepared* out;               // [chunks, HV]
+  PreparedGradient* gradient;  // [chunks, HV]  null: not wanted
   ChunkTable table;
+  int parts;  // chunks of an entry of the table
   bool query_quads, key_quads;  // what quads_along says
 };
 
@@ -59,31 +45,12 @@ struct PrepareTraits {
     float k_norm[kChunk], q_norm[kChunk];  // reciprocals, or 1
     typename Scan::TempStorage scan[kHeads];
   };
-  // k and q rows follow, [16][row_pitch] each. 4 mod 32 for the usual head dims: 8 rows read at one
-  // column hit 32 banks.
-  __host__ __device__ static int row_pitch(int dim_k) { return (dim_k + 3) / 4 * 4 + 4; }
+  // k and q rows follow, [16][row_pitch] each.
   static int64_t shared_bytes(int dim_k) {
     return rows_offset() + int64_t(2) * kChunk * row_pitch(dim_k) * int64_t(sizeof(float));
   }
   __host__ __device__ static constexpr int rows_offset() { return (sizeof(Shared) + 15) / 16 * 16; }
 };
-
-// Rows of one head to shared memory as fp32, zero-padded to whole quads and `kChunk` rows: warps
-// take rows, lanes take quads.
-__device__ __forceinline__ void load_rows(const View<4>& x, int64_t batch, int64_t first, int count,
-                                          int64_t head, int dim, bool quads, float* to, int pitch,
-                                          int threads) {
-  const int lane = int(threadIdx.x) % 32;
-  const int64_t base = batch * x.stride[0] + first * x.stride[1] + head * x.stride[2];
-  for (int row = int(threadIdx.x) / 32; row < kChunk; row += threads / 32)
-    for (int c = 4 * lane; c < dim; c += 4 * 32) {
-      float4 e = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (row < count && x.data)
-        e = load_quad(x.data, x.dtype, base + row * x.stride[1] + c * x.stride[3], x.stride[3],
-                      dim - c, quads);
-      *reinterpret_cast<float4*>(to + row * pitch + c) = e;
-    }
-}
 
 // Eight partial sums: one chain over all of K would lose what they keep apart.
 __device__ __forceinline__ float dot(const float* a, const float* b, int dim) {
@@ -143,13 +110,14 @@ __global__ void __launch_bounds__(PrepareTraits::kThreads, PrepareTraits::kMinBl
   using Traits = PrepareTraits;
   extern __shared__ float4 memory[];
   auto& shared = *reinterpret_cast<Traits::Shared*>(memory);
-  const int pitch = Traits::row_pitch(p.dim_k);
+  const int pitch = row_pitch(p.dim_k);
   float* const k = reinterpret_cast<float*>(memory) + Traits::rows_offset() / 4;
   float* const q = k + kChunk * pitch;
 
-  const int64_t number = blockIdx.x / unsigned(p.key_heads);
-  const int64_t key_head = blockIdx.x % unsigned(p.key_heads);
-  const Chunk chunk = chunk_at(p, x.table, number);
+  const unsigned part = blockIdx.x / unsigned(p.key_heads);
+  const int64_t number = part, key_head = blockIdx.x % unsigned(p.key_heads);
+  const Chunk chunk = part_of(chunk_at(p, x.table, part / unsigned(x.parts)),
+                              int(part % unsigned(x.parts)), kChunk);
   if (chunk.count == 0) return;
   const int64_t batch = p.device_cu_seqlens ? 0 : chunk.sequence;
   const int i = int(threadIdx.x) / kChunk, j = int(threadIdx.x) % kChunk;
@@ -201,22 +169,36 @@ __global__ void __launch_bounds__(PrepareTraits::kThreads, PrepareTraits::kMinBl
             token ? exp_of_sum(left_high, float(left - double(left_high))) * shared.k_norm[j] : 0.f;
         to.keep[j] = exp_of_sum(all_high, float(all - double(all_high)));
         to.end[j] = end;
+        if (x.gradient) {
+          PreparedGradient& more = x.gradient[number * p.value_heads + head];
+          more.decay[j] = token ? decay * shared.k_norm[j] : 0.f;
+          more.k_norm[j] = shared.k_norm[j];
+          more.q_scale[j] = scale * shared.q_norm[j];
+        }
       }
     }
     __syncthreads();  // gates are complete
     for (int h = 0; h < Traits::kHeads && base + h < group; ++h) {
       // Only masked differences go through exp: for j > i they can be huge.
-      float l = 0.f, score = 0.f;
+      float l = 0.f, score = 0.f, D = 0.f, similarity = 0.f;
       if (j <= i && i < chunk.count && j >= shared.first[h][i]) {
-        const float D = shared.k_norm[j] * exp_of_sum(shared.high[h][i] - shared.high[h][j],
-                                                      shared.low[h][i] - shared.low[h][j]);
-        if (j < i) l = shared.beta[h][i] * shared.k_norm[i] * (kk * D);
+        D = shared.k_norm[j] * exp_of_sum(shared.high[h][i] - shared.high[h][j],
+                                          shared.low[h][i] - shared.low[h][j]);
+        if (j < i) {
+          l = shared.beta[h][i] * shared.k_norm[i] * (kk * D);
+          similarity = shared.k_norm[i] * (kk * D);
+        }
         score = scale * shared.q_norm[i] * (qk * D);
       }
       Prepared& to = x.out[number * p.value_heads + key_head * group + base + h];
       to.L[i][j] = l;
       to.P[i][j] = score;
       if (j < 4) to.P[i][kChunk + j] = 0.f;  // copied along
+      if (x.gradient) {
+        PreparedGradient& more = x.gradient[number * p.value_heads + key_head * group + base + h];
+        more.D[i][j] = D;
+        more.KK[i][j] = similarity;
+      }
     }
   }
 }

@@ -9,12 +9,12 @@
 // Work split:  one block = one (sequence, value head, kColumns of V), over all chunks. Half of the
 //              threads multiply K S, the other half Q S and later the output; all of them update.
 //              Substitution: one thread per column.
+//              In the backward pass one block = one (segment, value head, kColumns of V), which
+//              starts from a saved state and leaves the state before every strip.
 // Numerics:    every sum runs over K, or over the tokens, in one fixed order that does not depend
-// on
-//              kColumns.
-// Memory:      S stays in shared memory; q, k, v and what prepare made are read once per V tile, o
-// is
-//              written once.
+//              on kColumns.
+// Memory:      S stays in shared memory; q, k, v and what prepare made are read once per V tile,
+//              o is written once.
 // Edges:       rows beyond K, columns beyond V and tokens beyond the chunk's end are zeros. No row
 //              ever reads a later one.
 #pragma once
@@ -25,15 +25,22 @@
 #include "cuda/chunk_table.cuh"
 #include "cuda/load.cuh"
 #include "cuda/rule_params.cuh"
-#include "cuda/simt_prepare.cuh"
+#include "cuda/simt_chunk.cuh"
+#include "cuda/simt_state.cuh"
+#include "cuda/strips.cuh"
 
 namespace deltanet::cuda::simt {
 
 struct ScanArguments {
   const Prepared* prepared;  // [chunks, HV]
   ChunkTable table;
+  int parts;       // chunks of an entry of the table
   int64_t chunks;  // how many there is room for
-  bool query_quads, key_quads, value_quads, output_quads, initial_quads, final_quads;
+  // Backward pass: blocks run segments, from these states, and leave the state before each strip.
+  View<4> segment_states;        // [B * (T / kSegmentTokens), HV, K, V]
+  MutableView<4> strip_states;   // [strips, HV, K, V]; absent: whole sequences
+  bool query_quads, key_quads, value_quads, output_quads, initial_quads, final_quads, saved_quads,
+      segment_quads;
 };
 
 template <int kColumns_>
@@ -51,11 +58,10 @@ struct ScanTraits {
     float x[kChunk][kColumns];  // K S, then V' with the update's factors
     float v[kChunk][kColumns];  // V, then V'
   };
-  __host__ __device__ static int padded(int dim_k) { return (dim_k + 3) / 4 * 4; }
   static int64_t shared_bytes(int dim_k) {
     return int64_t(sizeof(Shared)) +
            int64_t(sizeof(float)) *
-               (int64_t(padded(dim_k)) * kColumns + 2 * kChunk * PrepareTraits::row_pitch(dim_k));
+               (int64_t(padded_rows(dim_k)) * kColumns + 2 * kChunk * row_pitch(dim_k));
   }
 };
 
@@ -71,36 +77,45 @@ class ScanBlock {
       : p_(p),
         x_(x),
         shared_(*reinterpret_cast<Shared*>(memory)),
-        S_(reinterpret_cast<float*>(memory) + sizeof(Shared) / 4),
-        k_(S_ + Traits::padded(p.dim_k) * kColumns),
-        q_(k_ + kChunk * PrepareTraits::row_pitch(p.dim_k)),
-        pitch_(PrepareTraits::row_pitch(p.dim_k)),
-        dim_(Traits::padded(p.dim_k)),
+        state_{reinterpret_cast<float*>(memory) + sizeof(Shared) / 4, p.dim_k, p.dim_v,
+               tile * kColumns},
+        k_(state_.S + padded_rows(p.dim_k) * kColumns),
+        q_(k_ + kChunk * row_pitch(p.dim_k)),
+        pitch_(row_pitch(p.dim_k)),
         n_(n),
         head_(head),
         key_head_(key_head_of(p, head)),
         column_(tile * kColumns),
         thread_(int(threadIdx.x)) {}
 
+  // The whole sequence: the final state and, for a backward pass to come, those to start from.
   __device__ __forceinline__ void run() {
-    load_state();
+    state_.load(p_.initial_state, n_, head_, x_.initial_quads, p_.initial_state_is_identity);
     const Sequence s = sequence_at(p_, n_);
-    const int64_t offset = first_chunk_of(p_, x_.table, n_);
-    int64_t number = offset;
-    for (int64_t t = s.begin; t < s.end && number < x_.chunks; t += kChunk, ++number) {
-      const int count = int(s.end - t < kChunk ? s.end - t : kChunk);
-      __syncthreads();  // the chunk before has been read (first: the state is there)
-      load_chunk(s.batch, t, count, number);
-      __syncthreads();  // the chunk is complete
-      for (int first = 0; first < count;) {
-        const int end = shared_.prepared.end[first];
-        run_piece(s.batch, t, first, end);
-        first = end;
-        if (first < count) __syncthreads();  // S is complete, K S may be overwritten
-      }
-    }
+    run_chunks(s, s.begin, s.end, [&](int64_t t) {
+      if (p_.saved_states.data && t > s.begin && unsigned(t - s.begin) % unsigned(kSegmentTokens) == 0)
+        state_.store(p_.saved_states, p_.saved_state(s.batch, t), head_, x_.saved_quads);
+    });
     __syncthreads();  // S is complete
-    store_state();
+    state_.store(p_.final_state, n_, head_, x_.final_quads);
+  }
+
+  // One segment, whose first strip is `strip`: the state before each of its strips.
+  __device__ __forceinline__ void run_segment(int64_t strip, int64_t segment) {
+    const Sequence s = sequence_at(p_, n_);
+    const int64_t begin = s.begin + segment * kSegmentTokens;
+    const int64_t end = s.end - begin < kSegmentTokens ? s.end : begin + kSegmentTokens;
+    // Nothing behind the start of the last strip is asked for.
+    const int64_t enough = begin + unsigned(end - begin - 1) / kStrip * kStrip + kChunk;
+    if (segment == 0)
+      state_.load(p_.initial_state, n_, head_, x_.initial_quads, false);
+    else
+      state_.load(x_.segment_states, p_.saved_state(s.batch, begin), head_, x_.segment_quads,
+                  false);
+    run_chunks(s, begin, end < enough ? end : enough, [&](int64_t t) {
+      if (unsigned(t - begin) % kStrip == 0)
+        state_.store(x_.strip_states, strip + unsigned(t - begin) / kStrip, head_, true);
+    });
   }
 
   // The tail of a packed call: zeros.
@@ -117,59 +132,25 @@ class ScanBlock {
   }
 
  private:
-  // ---- the state
-
-  // Calls visit(row, column) for rows x `width` columns each: neighbors in memory for neighbors in
-  // the block.
-  template <class Visit>
-  __device__ __forceinline__ void for_each_entry(int64_t row_stride, int rows, int width,
-                                                 const Visit& visit) const {
-    const int per_row = kColumns / width;
-    if (width == 1 && row_stride == 1) {  // K is the contiguous axis
-      for (int c = 0; c < kColumns; ++c)
-        for (int r = thread_; r < rows; r += Traits::kThreads) visit(r, c);
-    } else {
-      for (int e = thread_; e < rows * per_row; e += Traits::kThreads)
-        visit(e / per_row, e % per_row * width);
+  // Chunks of tokens `begin` to `end` of sequence s; `before` is called where each of them begins.
+  template <class Before>
+  __device__ __forceinline__ void run_chunks(const Sequence& s, int64_t begin, int64_t end,
+                                             const Before& before) {
+    int64_t number = first_chunk_of(p_, x_.table, n_) * x_.parts + (begin - s.begin) / kChunk;
+    for (int64_t t = begin; t < end && number < x_.chunks; t += kChunk, ++number) {
+      const int count = int(end - t < kChunk ? end - t : kChunk);
+      __syncthreads();  // the chunk before has been read, S is complete (first: it is there)
+      before(t);
+      load_chunk(s.batch, t, count, number);
+      __syncthreads();  // the chunk is complete
+      for (int first = 0; first < count;) {
+        const int end = shared_.prepared.end[first];
+        run_piece(s.batch, t, first, end);
+        first = end;
+        if (first < count) __syncthreads();  // S is complete, K S may be overwritten
+      }
     }
   }
-
-  __device__ __forceinline__ void load_state() {
-    const auto& x = p_.initial_state;
-    const int64_t base = n_ * x.stride[0] + head_ * x.stride[1] + column_ * x.stride[3];
-    if (x.data && x_.initial_quads) {
-      for_each_entry(x.stride[2], dim_, 4, [&](int r, int c) {
-        const int left = r < p_.dim_k ? p_.dim_v - column_ - c : 0;
-        *reinterpret_cast<float4*>(S_ + r * kColumns + c) = load_quad(
-            x.data, x.dtype, base + r * x.stride[2] + c * x.stride[3], x.stride[3], left, true);
-      });
-    } else {
-      for_each_entry(x.stride[2], dim_, 1, [&](int r, int c) {
-        const bool inside = r < p_.dim_k && column_ + c < p_.dim_v;
-        float e = p_.initial_state_is_identity && inside && r == column_ + c ? 1.f : 0.f;
-        if (x.data && inside)
-          e = load_float(x.data, x.dtype, base + r * x.stride[2] + c * x.stride[3]);
-        S_[r * kColumns + c] = e;
-      });
-    }
-  }
-
-  __device__ __forceinline__ void store_state() const {
-    const auto& x = p_.final_state;
-    if (!x.data) return;
-    const int64_t base = n_ * x.stride[0] + head_ * x.stride[1] + column_ * x.stride[3];
-    for_each_entry(x.stride[2], p_.dim_k, x_.final_quads ? 4 : 1, [&](int r, int c) {
-      const int left = p_.dim_v - column_ - c;
-      const int64_t at = base + r * x.stride[2] + c * x.stride[3];
-      if (x_.final_quads)
-        store_quad(x.data, x.dtype, at, x.stride[3], left, true,
-                   *reinterpret_cast<const float4*>(S_ + r * kColumns + c));
-      else if (left > 0)
-        store_float(x.data, x.dtype, at, S_[r * kColumns + c]);
-    });
-  }
-
-  // ---- a chunk
 
   __device__ __forceinline__ void load_chunk(int64_t batch, int64_t t, int count, int64_t number) {
     load_rows(p_.key, batch, t, count, key_head_, p_.dim_k, x_.key_quads, k_, pitch_,
@@ -177,19 +158,10 @@ class ScanBlock {
     if (p_.output.data)
       load_rows(p_.query, batch, t, count, key_head_, p_.dim_k, x_.query_quads, q_, pitch_,
                 Traits::kThreads);
-    const auto& v = p_.value;
-    const int64_t base = batch * v.stride[0] + t * v.stride[1] + head_ * v.stride[2];
-    for (int e = thread_; e < kChunk * Traits::kColumnQuads; e += Traits::kThreads) {
-      const int row = e / Traits::kColumnQuads, c = e % Traits::kColumnQuads * 4;
-      const int left = v.data && row < count ? p_.dim_v - column_ - c : 0;
-      *reinterpret_cast<float4*>(&shared_.v[row][c]) =
-          load_quad(v.data, v.dtype, base + row * v.stride[1] + (column_ + c) * v.stride[3],
-                    v.stride[3], left, x_.value_quads);
-    }
-    const auto* from =
-        reinterpret_cast<const float4*>(x_.prepared + number * p_.value_heads + head_);
-    for (int e = thread_; e < int(sizeof(Prepared) / 16); e += Traits::kThreads)
-      reinterpret_cast<float4*>(&shared_.prepared)[e] = from[e];
+    load_columns<kColumns, kColumns, Traits::kThreads>(p_.value, batch, t, count, head_, column_,
+                                                       p_.dim_v, x_.value_quads, shared_.v[0]);
+    load_prepared<Traits::kThreads>(x_.prepared + number * p_.value_heads + head_,
+                                    shared_.prepared);
   }
 
   // Tokens first to end of the chunk that starts at t. Usually all of them: see cut_chunk.
@@ -198,7 +170,7 @@ class ScanBlock {
     const int row = thread_ % 64 / Traits::kColumnQuads * kRows;
     const int c = thread_ % Traits::kColumnQuads * 4;
     float4 sum[kRows] = {};
-    if (!of_query || p_.output.data) rows_times_state(of_query ? q_ : k_, row, c, sum);
+    if (!of_query || p_.output.data) state_.multiply(of_query ? q_ : k_, pitch_, row, c, sum);
     if (!of_query) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) *reinterpret_cast<float4*>(&shared_.x[row + r][c]) = sum[r];
@@ -208,34 +180,6 @@ class ScanBlock {
     __syncthreads();  // V' is complete, and S has been read
     if (of_query && p_.output.data) store_output(batch, t, first, end, row, c, sum);
     update_state(first, end);
-  }
-
-  // sum = A S for rows `row` on of A and columns c to c + 3
-  __device__ __forceinline__ void rows_times_state(const float* A, int row, int c,
-                                                   float4 (&sum)[kRows]) const {
-    A += row * pitch_;
-    const float* S = S_ + c;
-#pragma unroll 2
-    for (int m = 0; m < dim_; m += 4) {
-      float4 a[kRows];
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) a[r] = *reinterpret_cast<const float4*>(A + r * pitch_ + m);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float4 b = *reinterpret_cast<const float4*>(S + (m + k) * kColumns);
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) add_scaled(sum[r], component(a[r], k), b);
-      }
-    }
-  }
-  static __device__ __forceinline__ float component(float4 x, int k) {
-    return k == 0 ? x.x : k == 1 ? x.y : k == 2 ? x.z : x.w;
-  }
-  static __device__ __forceinline__ void add_scaled(float4& sum, float a, float4 b) {
-    sum.x = fmaf(a, b.x, sum.x);
-    sum.y = fmaf(a, b.y, sum.y);
-    sum.z = fmaf(a, b.z, sum.z);
-    sum.w = fmaf(a, b.w, sum.w);
   }
 
   // Equation (5) for one column: x_i = b_i v_i - b_i e^{G_i} (K S)_i - sum_{m < i} L_im x_m.
@@ -261,9 +205,7 @@ class ScanBlock {
     const Prepared& f = shared_.prepared;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const float factor = f.query[row + r];
-      sum[r] =
-          make_float4(factor * sum[r].x, factor * sum[r].y, factor * sum[r].z, factor * sum[r].w);
+      sum[r] = scaled(f.query[row + r], sum[r]);
     }
     for (int m = first; m < row + kRows && m < end; ++m) {
       const float4 v = *reinterpret_cast<const float4*>(&shared_.v[m][c]);
@@ -284,15 +226,13 @@ class ScanBlock {
   // Equation (7), 4 rows x 4 columns at a time.
   __device__ __forceinline__ void update_state(int first, int end) {
     const float keep = shared_.prepared.keep[first];
-    for (int tile = thread_; tile < dim_ / 4 * Traits::kColumnQuads; tile += Traits::kThreads) {
+    for (int tile = thread_; tile < padded_rows(p_.dim_k) / 4 * Traits::kColumnQuads; tile += Traits::kThreads) {
       const int row = tile / Traits::kColumnQuads * 4, c = tile % Traits::kColumnQuads * 4;
-      float* S = S_ + row * kColumns + c;
+      float* S = state_.S + row * kColumns + c;
       float4 sum[4];
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const float4 e = *reinterpret_cast<const float4*>(S + r * kColumns);
-        sum[r] = make_float4(keep * e.x, keep * e.y, keep * e.z, keep * e.w);
-      }
+      for (int r = 0; r < 4; ++r)
+        sum[r] = scaled(keep, *reinterpret_cast<const float4*>(S + r * kColumns));
       for (int m = first; m < end; ++m) {
         const float4 k = *reinterpret_cast<const float4*>(k_ + m * pitch_ + row);
         const float4 v = *reinterpret_cast<const float4*>(&shared_.x[m][c]);
@@ -309,10 +249,10 @@ class ScanBlock {
   const RuleParams& p_;
   const ScanArguments& x_;
   Shared& shared_;
-  float* const S_;  // [K padded][kColumns]
+  const StateTile<kColumns, kColumns, Traits::kThreads> state_;
   float* const k_;  // [16][pitch], as they came
   float* const q_;
-  const int pitch_, dim_;
+  const int pitch_;
   const int64_t n_, head_, key_head_;
   const int column_, thread_;
 };
@@ -322,10 +262,16 @@ __global__ void __launch_bounds__(ScanTraits<kColumns>::kThreads, ScanTraits<kCo
     scan_kernel(const __grid_constant__ RuleParams p, const __grid_constant__ ScanArguments x) {
   extern __shared__ float4 memory[];
   const RuleBlock block = rule_block(p, kColumns);
-  if (block.sequence < p.sequences)
+  if (x.strip_states.data) {  // of all strips those that start a segment
+    const Chunk strip = chunk_at(p, x.table, block.sequence);
+    if (strip.count > 0 && unsigned(strip.index) % kSegmentStrips == 0)
+      ScanBlock<kColumns>(p, x, memory, strip.sequence, block.head, block.tile)
+          .run_segment(block.sequence, unsigned(strip.index) / kSegmentStrips);
+  } else if (block.sequence < p.sequences) {
     ScanBlock<kColumns>(p, x, memory, block.sequence, block.head, block.tile).run();
-  else
+  } else {
     ScanBlock<kColumns>::clear(p, x, block.head, block.tile);
+  }
 }
 
 }  // namespace deltanet::cuda::simt

@@ -6,7 +6,6 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <tuple>
-#include <type_traits>
 #include <vector>
 
 #include "cpu/forward.h"
@@ -14,6 +13,7 @@
 #include "ops/checks.h"
 #include "ops/parallel_torch.h"
 #include "ops/rule_arguments.h"
+#include "ops/rule_gradients.h"
 #include "ops/tensor_view.h"
 
 namespace deltanet::ops {
@@ -31,16 +31,6 @@ void set_sequences(GatedDeltaRuleParams& p, const OptionalTensor& cu_seqlens,
   if (!cu_seqlens) return;
   p.sequences = int64_t(starts.size()) - 1;
   p.cu_seqlens = starts.data();
-}
-
-// [B, S, HV, K, V] as [B * S, HV, K, V]: the saved states are contiguous.
-template <class AnyView5>
-auto states_of(const AnyView5& x) {
-  std::conditional_t<std::is_same_v<AnyView5, View<5>>, View<4>, MutableView<4>> states;
-  states.data = x.data;
-  states.dtype = x.dtype;
-  for (int i = 0; i < 4; ++i) states.stride[i] = x.stride[i + 1];
-  return states;
 }
 
 Tensor new_state(const Tensor& like, int64_t sequences, int64_t heads, int64_t rows,
@@ -131,11 +121,6 @@ std::tuple<Tensor, Tensor, Tensor> recurrent_gated_delta_rule_forward_saving(
                                   use_beta_sigmoid, allow_neg_eigval, state_v_first});
 }
 
-// Which gradients are wanted: bit i of an operator's `wanted`, and the i-th of its results.
-enum Gradient { kQuery, kKey, kValue, kG, kBeta, kInitialState, kALog, kDtBias };
-
-using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
 Gradients chunk_gated_delta_rule_backward(OptionalTensor grad_out, OptionalTensor grad_final_state,
                                           Tensor query, Tensor key, Tensor value, OptionalTensor g,
                                           OptionalTensor beta, OptionalTensor initial_state,
@@ -168,69 +153,17 @@ Gradients chunk_gated_delta_rule_backward(OptionalTensor grad_out, OptionalTenso
   set_sequences(p, cu_seqlens, starts);
   check_rule(op, check_on_cpu, x, p);
 
-  if (grad_out) {
-    check_shape(op, "grad_out", *grad_out, {p.batch, p.tokens, p.value_heads, p.dim_v},
-                "[B, T, HV, V]");
-    check_float(op, "grad_out", *grad_out, check_on_cpu);
-    STD_TORCH_CHECK(grad_out->scalar_type() == query.scalar_type(), op, ": grad_out is ",
-                    name_of(grad_out->scalar_type()), " and query is ",
-                    name_of(query.scalar_type()), "; they must have one dtype");
-    p.grad_output = view<4>(*grad_out);
-  }
-  if (grad_final_state) {
-    check_shape(op, "grad_final_state", *grad_final_state,
-                {p.sequences, p.value_heads, x.state_rows(), x.state_columns()},
-                state_v_first ? "[N, HV, V, K]" : "[N, HV, K, V]");
-    check_float(op, "grad_final_state", *grad_final_state, check_on_cpu);
-    p.grad_final_state = view<4>(*grad_final_state);
-    if (state_v_first) p.grad_final_state = v_first(p.grad_final_state);
-  }
   bool needs_states = false;
   for (int64_t n = 0; n < p.sequences; ++n)
     needs_states = needs_states || p.sequence_end(n) - p.sequence_begin(n) > kSegmentTokens;
-  STD_TORCH_CHECK(saved_states || !needs_states, op, ": saved_states is missing; sequences of ",
-                  "more than ", kSegmentTokens, " tokens need it");
-  std::optional<Tensor> states;  // holds the memory that p.states views
-  if (saved_states) {
-    check_shape(op, "saved_states", *saved_states,
-                {p.batch, p.tokens / kSegmentTokens, p.value_heads, p.dim_k, p.dim_v},
-                "[B, T / 1056, HV, K, V]");
-    check_float(op, "saved_states", *saved_states, check_on_cpu);
-    states = torch::stable::contiguous(*saved_states);
-    p.states = states_of(view<5>(*states));
-  }
-
-  const ScalarType arithmetic = state_dtype(key);
-  const auto result = [&](Gradient which, bool possible, const std::vector<int64_t>& sizes,
-                          ScalarType dtype) {
-    const bool asked = wanted >> which & 1;
-    STD_TORCH_CHECK(possible || !asked, op, ": wanted asks for the gradient of a missing argument");
-    return asked ? allocate(key, {sizes.data(), sizes.size()}, dtype) : nothing_of(key, dtype);
+  const auto states = check_upstream(op, check_on_cpu, x, p, grad_out, grad_final_state,
+                                     saved_states, needs_states, p);
+  const auto new_result = [&](const std::vector<int64_t>& sizes, ScalarType dtype) {
+    return allocate(key, {sizes.data(), sizes.size()}, dtype);
   };
-  const std::vector<int64_t> keys{p.batch, p.tokens, p.key_heads, p.dim_k},
-      values{p.batch, p.tokens, p.value_heads, p.dim_v},
-      per_token{p.batch, p.tokens, p.value_heads}, per_head{p.value_heads},
-      per_sequence{p.sequences, p.value_heads, x.state_rows(), x.state_columns()};
-  const ScalarType dtype = key.scalar_type();
-  Gradients d{result(kQuery, true, keys, dtype),
-              result(kKey, true, keys, dtype),
-              result(kValue, true, values, dtype),
-              result(kG, bool(g), per_token, g ? g->scalar_type() : dtype),
-              result(kBeta, bool(beta), per_token, beta ? beta->scalar_type() : dtype),
-              result(kInitialState, bool(initial_state), per_sequence, arithmetic),
-              result(kALog, bool(A_log), per_head, arithmetic),
-              result(kDtBias, bool(dt_bias), per_head, arithmetic)};
-  if (wanted >> kQuery & 1) p.d_query = mutable_view<4>(std::get<kQuery>(d));
-  if (wanted >> kKey & 1) p.d_key = mutable_view<4>(std::get<kKey>(d));
-  if (wanted >> kValue & 1) p.d_value = mutable_view<4>(std::get<kValue>(d));
-  if (wanted >> kG & 1) p.d_g = mutable_view<3>(std::get<kG>(d));
-  if (wanted >> kBeta & 1) p.d_beta = mutable_view<3>(std::get<kBeta>(d));
-  if (wanted >> kInitialState & 1) {
-    p.d_initial_state = mutable_view<4>(std::get<kInitialState>(d));
-    if (state_v_first) p.d_initial_state = v_first(p.d_initial_state);
-  }
+  const Gradients d = make_gradients(op, x, p, wanted, new_result, p);
   std::vector<double> sums;
-  if (wanted >> kALog & 1 || wanted >> kDtBias & 1) {
+  if (wants(wanted, kALog) || wants(wanted, kDtBias)) {
     sums.resize(size_t(2 * p.sequences * p.value_heads));
     p.d_gate_sums = sums.data();
   }
@@ -238,12 +171,12 @@ Gradients chunk_gated_delta_rule_backward(OptionalTensor grad_out, OptionalTenso
 
   for (const auto& [which, index, tensor] :
        {std::tuple(kALog, 0, &std::get<kALog>(d)), std::tuple(kDtBias, 1, &std::get<kDtBias>(d))}) {
-    if (!(wanted >> which & 1)) continue;
+    if (!wants(wanted, which)) continue;
     for (int64_t h = 0; h < p.value_heads; ++h) {
       double sum = 0;
       for (int64_t n = 0; n < p.sequences; ++n)
         sum += sums[size_t(2 * (n * p.value_heads + h) + index)];
-      store_element(tensor->mutable_data_ptr(), to_dtype(arithmetic), h, sum);
+      store_element(tensor->mutable_data_ptr(), to_dtype(state_dtype(key)), h, sum);
     }
   }
   return d;

@@ -10,49 +10,18 @@
 
 #include "cuda/forward.h"
 #include "ops/cuda_context.h"
-#include "ops/cuda_settings.h"
+#include "ops/cuda_rule.h"
 #include "ops/rule_arguments.h"
+#include "ops/rule_gradients.h"
 
 namespace deltanet::ops {
 namespace {
 
 using torch::stable::new_empty;
 
-// float64 runs on the CPU alone: Python says so first, in the same words.
-cuda::RuleParams check_tokens(const char* op, const Tensor& key, const Tensor& value,
-                              const OptionalTensor& g, const OptionalTensor& beta,
-                              const OptionalTensor& cu_seqlens) {
-  cuda::RuleParams p;
-  static_cast<GatedDeltaRuleParams&>(p) =
-      check_keys_and_values(op, check_device, key, value, g, beta);
-  STD_TORCH_CHECK(key.scalar_type() != ScalarType::Double, op,
-                  ": the inputs are float64; supported on CUDA: float32, bfloat16, float16 "
-                  "(float64 runs on the CPU)");
-  p.batch_invariant = cuda_settings.batch_invariant;
-  p.fast = cuda_settings.fast;
-  if (!cu_seqlens) return p;
-  check_cu_seqlens(op, *cu_seqlens, p.batch, check_device);
-  p.sequences = cu_seqlens->sizes()[0] - 1;
-  p.device_cu_seqlens = cu_seqlens->const_data_ptr();
-  p.cu_seqlens_is_int64 = cu_seqlens->scalar_type() == ScalarType::Long;
-  p.cu_seqlens_stride = cu_seqlens->strides()[0];
-  return p;
-}
-
-Tensor new_state(const Tensor& like, int64_t sequences, int64_t heads, int64_t rows,
-                 int64_t columns) {
-  const int64_t sizes[] = {sequences, heads, rows, columns};
-  return new_empty(like, {sizes, 4}, ScalarType::Float);
-}
-
-// Scratch memory of one call. It goes back to the allocator when the launches are queued: whoever
-// gets it next runs behind them on the same stream.
-Tensor new_workspace(const Tensor& like, size_t bytes) {
-  const int64_t sizes[] = {int64_t(bytes)};
-  return new_empty(like, {sizes, 1}, ScalarType::Byte);
-}
-
-std::tuple<Tensor, Tensor> gated_delta_rule(const char* op, bool chunked, const RuleArguments& x) {
+// With `saved_states`, also what the backward pass starts from.
+std::tuple<Tensor, Tensor> gated_delta_rule(const char* op, bool chunked, const RuleArguments& x,
+                                            Tensor* saved_states = nullptr) {
   cuda::RuleParams p = check_tokens(op, x.key, x.value, x.g, x.beta, x.cu_seqlens);
   check_rule(op, check_device, x, p);
 
@@ -63,17 +32,30 @@ std::tuple<Tensor, Tensor> gated_delta_rule(const char* op, bool chunked, const 
                                                               x.state_rows(), x.state_columns())
                                                   : new_empty(x.key, {none, 1}, ScalarType::Float);
   set_results(out, final_state, x, p);
+  OptionalTensor saved;
+  if (saved_states) {
+    const int64_t sizes[] = {p.batch, p.tokens / kSegmentTokens, p.value_heads, p.dim_k, p.dim_v};
+    saved = *saved_states = new_empty(x.key, {sizes, 5}, ScalarType::Float);
+    p.saved_states = states_of(mutable_view<5>(*saved));
+  }
   const CudaDevice device(x.key);  // on which the size of the workspace depends
   const Tensor workspace = new_workspace(x.key, chunked ? cuda::chunk_forward_workspace(p) : 0);
 
   const CudaContext context(
       {x.query, x.key, x.value, x.g, x.beta, x.initial_state, x.cu_seqlens, x.A_log, x.dt_bias},
-      {out, final_state, workspace});
+      {out, final_state, workspace, saved});
   if (chunked)
     cuda::chunk_forward(p, workspace.mutable_data_ptr(), context.stream());
   else
     cuda::recurrent_forward(p, context.stream());
   return {out, final_state};
+}
+
+std::tuple<Tensor, Tensor, Tensor> gated_delta_rule_saving(const char* op, bool chunked,
+                                                           const RuleArguments& x) {
+  Tensor saved_states;
+  const auto [out, final_state] = gated_delta_rule(op, chunked, x, &saved_states);
+  return {out, final_state, saved_states};
 }
 
 std::tuple<Tensor, Tensor> chunk_gated_delta_rule_forward(
@@ -87,12 +69,34 @@ std::tuple<Tensor, Tensor> chunk_gated_delta_rule_forward(
                            allow_neg_eigval, state_v_first});
 }
 
+std::tuple<Tensor, Tensor, Tensor> chunk_gated_delta_rule_forward_saving(
+    Tensor query, Tensor key, Tensor value, OptionalTensor g, OptionalTensor beta,
+    OptionalTensor initial_state, OptionalTensor cu_seqlens, OptionalTensor A_log,
+    OptionalTensor dt_bias, double scale, bool output_final_state, bool use_qk_l2norm,
+    bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, bool state_v_first) {
+  return gated_delta_rule_saving("chunk_gated_delta_rule", true,
+                          {query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias,
+                           scale, output_final_state, use_qk_l2norm, use_gate, use_beta_sigmoid,
+                           allow_neg_eigval, state_v_first});
+}
+
 std::tuple<Tensor, Tensor> recurrent_gated_delta_rule_forward(
     Tensor query, Tensor key, Tensor value, OptionalTensor g, OptionalTensor beta,
     OptionalTensor initial_state, OptionalTensor cu_seqlens, OptionalTensor A_log,
     OptionalTensor dt_bias, double scale, bool output_final_state, bool use_qk_l2norm,
     bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, bool state_v_first) {
   return gated_delta_rule("recurrent_gated_delta_rule", false,
+                          {query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias,
+                           scale, output_final_state, use_qk_l2norm, use_gate, use_beta_sigmoid,
+                           allow_neg_eigval, state_v_first});
+}
+
+std::tuple<Tensor, Tensor, Tensor> recurrent_gated_delta_rule_forward_saving(
+    Tensor query, Tensor key, Tensor value, OptionalTensor g, OptionalTensor beta,
+    OptionalTensor initial_state, OptionalTensor cu_seqlens, OptionalTensor A_log,
+    OptionalTensor dt_bias, double scale, bool output_final_state, bool use_qk_l2norm,
+    bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, bool state_v_first) {
+  return gated_delta_rule_saving("recurrent_gated_delta_rule", false,
                           {query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias,
                            scale, output_final_state, use_qk_l2norm, use_gate, use_beta_sigmoid,
                            allow_neg_eigval, state_v_first});
@@ -130,7 +134,11 @@ std::tuple<Tensor, Tensor> chunk_transition(Tensor key, Tensor value, OptionalTe
 STABLE_TORCH_LIBRARY_IMPL(deltanet_ext, DELTANET_CUDA_KEY, m) {
   m.impl("chunk_gated_delta_rule_forward",
          TORCH_BOX(&deltanet::ops::chunk_gated_delta_rule_forward));
+  m.impl("chunk_gated_delta_rule_forward_saving",
+         TORCH_BOX(&deltanet::ops::chunk_gated_delta_rule_forward_saving));
   m.impl("recurrent_gated_delta_rule_forward",
          TORCH_BOX(&deltanet::ops::recurrent_gated_delta_rule_forward));
+  m.impl("recurrent_gated_delta_rule_forward_saving",
+         TORCH_BOX(&deltanet::ops::recurrent_gated_delta_rule_forward_saving));
   m.impl("chunk_transition", TORCH_BOX(&deltanet::ops::chunk_transition));
 }

@@ -16,8 +16,7 @@ layer keeps the functions as attributes of its own; there, a property of the lay
 before them. The short convolution and the gated norm of the layer are switched along (_layer.py).
 
 A call that the operators cannot serve goes to the function that was there before, and the log says
-why, once per reason: a tensor is on a device without kernels, gradients are needed there, an
-unsupported dtype or head dim.
+why, once per reason: a tensor is on a device without kernels, an unsupported dtype or head dim.
 
 Models also pass arguments that are none of the rule's business (`use_cache`,
 `output_router_logits`, ...). The wrapper drops them, as transformers does. `cu_seqlens` is used:
@@ -167,8 +166,6 @@ def _reason_to_decline(call: dict[str, Any]) -> str | None:
             continue
         if (why := _no_kernels_for(tensor.device, query)) is not None:
             return why
-        if tensor.requires_grad and torch.is_grad_enabled():
-            return "gradients are needed on cuda, where only the forward pass is built"
 
     dtype = query.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32

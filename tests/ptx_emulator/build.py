@@ -410,6 +410,7 @@ def kernels(unit: str) -> pathlib.Path:
 
 # Operator code, which includes torch; it grows with csrc.
 OPERATOR_SOURCES = (
+    "csrc/ops/gated_delta_rule_backward_cuda.cpp",
     "csrc/ops/gated_delta_rule_cuda.cpp",
     "csrc/ops/schema.cpp",
     "csrc/ops/triangular_inverse_cuda.cpp",

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The gradients of the gated delta rule on CUDA: what operators and C++ programs call. Raw device
+// pointers, a stream, no torch. What forward.h says of dtypes, waiting and errors holds here.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstddef>
+
+#include "cuda/rule_params.cuh"
+
+namespace deltanet::cuda {
+
+// Bytes of device memory that chunk_backward needs for this call, a multiple of 256. It depends on
+// shapes and on which gradients are wanted.
+size_t chunk_backward_workspace(const RuleBackwardParams& p);
+
+// Equations (9) to (28). workspace: 256-byte aligned, contents undefined before and after. At most
+// seven launches.
+void chunk_backward(const RuleBackwardParams& p, void* workspace, cudaStream_t stream);
+
+}  // namespace deltanet::cuda

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The sums that end the backward pass, in one fixed order each: docs/algorithm.md, equations (25),
+// (26) and (27).
+//
+//   d_row = r (sum over the value heads of a key head)      r = 1 / |row|, where rows are normalized
+//   d_row <- d_row - row r^2 (row . d_row)                  (25)
+//   dA_log = sum_t dg g,   d dt_bias = sum_t da
+//
+// Work split:  reduce_rows_kernel: one block = one (strip, key head), a warp for a token. Blocks of
+//              strips that the table has too many clear the tail of a packed call.
+//              reduce_gates_kernel: one block = one value head.
+// Memory:      reads the sums of gradient_kernel once, and q and k; writes dQ and dK once.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/chunk_table.cuh"
+#include "cuda/load.cuh"
+#include "cuda/rule_params.cuh"
+#include "cuda/simt_chunk.cuh"
+#include "cuda/strips.cuh"
+
+namespace deltanet::cuda::simt {
+
+struct ReduceArguments {
+  ChunkTable table;                // of strips
+  const float *d_query, *d_key;    // [B * T, HV, K], of gradient_kernel
+  const double* gate_sums;         // [strips, HV, 2]
+  int64_t strips;
+};
+
+constexpr int kReduceThreads = 128;
+
+// One row of q or k by one warp. `sums`: of the first of `group` value heads.
+__device__ __forceinline__ void reduce_row(const RuleParams& p, const View<4>& x,
+                                           const MutableView<4>& to, int64_t batch, int64_t t,
+                                           int64_t key_head, const float* sums, int group) {
+  constexpr int kMost = kMaxHeadDim / 32;
+  const int lane = int(threadIdx.x) % 32;
+  const int64_t from = batch * x.stride[0] + t * x.stride[1] + key_head * x.stride[2];
+  float d[kMost], row[kMost], squares = 0.f, along = 0.f;
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    const int k = lane + 32 * i;
+    d[i] = row[i] = 0.f;
+    if (k >= p.dim_k) continue;
+    for (int h = 0; h < group; ++h) d[i] += sums[h * p.dim_k + k];
+    if (!p.l2norm) continue;
+    row[i] = load_float(x.data, x.dtype, from + k * x.stride[3]);
+    squares = fmaf(row[i], row[i], squares);
+    along = fmaf(row[i], d[i], along);
+  }
+  float factor = 0.f;
+  if (p.l2norm) {
+    const float r = reciprocal_norm(sum_of_lanes<32>(squares));
+    factor = r * (r * sum_of_lanes<32>(along));
+  }
+  const int64_t at = batch * to.stride[0] + t * to.stride[1] + key_head * to.stride[2];
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    const int k = lane + 32 * i;
+    if (k < p.dim_k)
+      store_float(to.data, to.dtype, at + k * to.stride[3], fmaf(-row[i], factor, d[i]));
+  }
+}
+
+// Zeros for one token and head, by one warp.
+__device__ __forceinline__ void clear_row(const MutableView<4>& to, int64_t t, int64_t head,
+                                          int dim) {
+  if (!to.data) return;
+  for (int k = int(threadIdx.x) % 32; k < dim; k += 32)
+    store_float(to.data, to.dtype, t * to.stride[1] + head * to.stride[2] + k * to.stride[3], 0.f);
+}
+__device__ __forceinline__ void clear_number(const MutableView<3>& to, int64_t t, int64_t head) {
+  if (to.data && threadIdx.x % 32 == 0)
+    store_float(to.data, to.dtype, t * to.stride[1] + head * to.stride[2], 0.f);
+}
+
+__global__ void __launch_bounds__(kReduceThreads)
+    reduce_rows_kernel(const __grid_constant__ RuleBackwardParams p,
+                       const __grid_constant__ ReduceArguments x) {
+  constexpr int kWarps = kReduceThreads / 32;
+  const int64_t number = blockIdx.x / unsigned(p.key_heads);
+  const int64_t key_head = blockIdx.x % unsigned(p.key_heads);
+  const int group = int(unsigned(p.value_heads) / unsigned(p.key_heads));
+  const int64_t head = key_head * group;
+  const int warp = int(threadIdx.x) / 32;
+  const Chunk strip = chunk_at(p, x.table, number);
+  if (strip.count > 0) {
+    const int64_t batch = p.device_cu_seqlens ? 0 : strip.sequence;
+    for (int i = warp; i < strip.count; i += kWarps) {
+      const int64_t t = strip.first + i;
+      const int64_t at = ((batch * p.tokens + t) * p.value_heads + head) * p.dim_k;
+      if (p.d_query.data)
+        reduce_row(p, p.query, p.d_query, batch, t, key_head, x.d_query + at, group);
+      if (p.d_key.data) reduce_row(p, p.key, p.d_key, batch, t, key_head, x.d_key + at, group);
+    }
+    return;
+  }
+  // There are at least as many surplus strips as the tail has.
+  const Sequence tail = tail_of(p);
+  const int64_t begin = tail.begin + (number - x.table.offsets[p.sequences]) * kStrip;
+  const int64_t end = tail.end - begin < kStrip ? tail.end : begin + kStrip;
+  for (int64_t t = begin + warp; t < end; t += kWarps) {
+    clear_row(p.d_query, t, key_head, p.dim_k);
+    clear_row(p.d_key, t, key_head, p.dim_k);
+    for (int h = 0; h < group; ++h) {
+      clear_row(p.d_value, t, head + h, p.dim_v);
+      clear_number(p.d_g, t, head + h);
+      clear_number(p.d_beta, t, head + h);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kReduceThreads)
+    reduce_gates_kernel(const __grid_constant__ RuleBackwardParams p,
+                        const __grid_constant__ ReduceArguments x) {
+  __shared__ double shared[2][kReduceThreads / 32];
+  const int64_t head = blockIdx.x;
+  double sums[2] = {};
+  for (int64_t i = threadIdx.x; i < x.strips; i += kReduceThreads)
+    for (int j = 0; j < 2; ++j) sums[j] += x.gate_sums[2 * (i * p.value_heads + head) + j];
+  for (int j = 0; j < 2; ++j) {
+    sums[j] = sum_of_lanes<32>(sums[j]);
+    if (threadIdx.x % 32 == 0) shared[j][threadIdx.x / 32] = sums[j];
+  }
+  __syncthreads();  // every warp's sums are there
+  if (threadIdx.x >= 2) return;
+  double sum = 0;
+  for (const double of_warp : shared[threadIdx.x]) sum += of_warp;
+  const auto& to = threadIdx.x == 0 ? p.d_A_log : p.d_dt_bias;
+  if (to.data) store_float(to.data, to.dtype, head * to.stride[0], float(sum));
+}
+
+}  // namespace deltanet::cuda::simt

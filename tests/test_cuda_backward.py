@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients on CUDA, kernels and all, on the emulator: cases and yardsticks of test_backward.py.
+
+Then what only CUDA promises: no order of threads changes a bit, and what a captured graph replays
+does not depend on the contents of `cu_seqlens`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_backward import (
+    ABSOLUTE_FLOOR,
+    CHUNK,
+    FP32_FLOOR,
+    GATES,
+    NAMES,
+    RECURRENT,
+    Gradients,
+    backward,
+    by_recurrence,
+    judge,
+    judge_fp32,
+    leaves,
+    ours,
+    upstream,
+)
+from torch import Tensor
+
+import deltanet_ext
+import emulated
+from cases import CASES, Case, case_named, name_of, one_thread
+from closeness import assert_close, assert_same_bits, rmse_ratio
+from deltanet_ext import reference
+from deltanet_ext._autograd import SEGMENT_TOKENS
+
+if reason := emulated.why_not():
+    pytest.skip(f"emulated CUDA operators: {reason}", allow_module_level=True)
+
+pytestmark = pytest.mark.slow  # the first run compiles for minutes
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+OPERATOR = "chunk_gated_delta_rule_backward"
+# Half of what flash-linear-attention allows itself, for dg and dbeta and for the rest. Rounding a
+# gradient to bf16 alone is 1.7e-3.
+NARROW, NARROW_GATES = 2e-3, 5e-3
+
+
+@pytest.fixture(autouse=True)
+def on_the_emulator() -> Iterator[None]:
+    with emulated.path():
+        yield
+
+
+def seed_of(name: str) -> int:
+    """A schedule for each test: in order, in reverse, or one of many random ones."""
+    return zlib.crc32(name.encode()) % 50
+
+
+# ---- the case table ------------------------------------------------------------------------------
+
+LISTED = (
+    "T=0", "T=1", "T=2", "T=15", "T=16", "T=17", "T=33", "T=65", "T=127",
+    "HK=1 HV=1", "HK=1 HV=3", "HK=2 HV=6", "HK=3 HV=3",
+    "K=1 V=1", "K=1 V=256", "K=256 V=1", "K=2 V=3", "K=9 V=15", "K=17 V=33", "K=33 V=100",
+    "K=127 V=129", "K=100 V=60", "K=255 V=13", "K=13 V=255",
+    "B=0", "B=2",
+    "g model", "g none", "g strong", "g positive", "g all positive", "g strong growth",
+    "g some -inf", "g huge negative", "beta none", "beta 0", "beta 0 to 2",
+    "narrow gates", "gate in kernel", "gate in kernel, narrow", "beta sigmoid in kernel",
+    "beta up to 2 in kernel",
+    "state in fp64", "state in bf16", "state in fp16", "state V first", "state V first, none",
+    "scale 0.0", "scale -0.5", "no l2norm, unit keys", "no l2norm, small keys",
+    "identical keys, beta 1, g none", "identical keys, beta 1.999, g strong",
+    "alternating keys, beta 1, g zero", "some zero keys, beta 1, g zero",
+    "zero keys, beta 1.999, g zero",
+    "identical keys, g drop", "identical keys, g drop-first", "identical keys, g positive",
+    "identical keys, g some -inf", "tiny keys, g zero",
+    "K=8, identical keys, beta 1", "K=1, beta 1, g 0.5", "K=4, beta 1, g 0.25",
+    "norm 2 keys, beta 1, g zero, T=16",
+)  # fmt: skip
+ALL = {case.name: case for group in CASES.values() for case in group}
+SELECTED = [*(ALL[name] for name in LISTED), *CASES["packed"]]
+
+
+@pytest.mark.parametrize("case", SELECTED, ids=str)
+def test_is_as_exact_as_the_recurrence(case: Case, poison: None) -> None:
+    with emulated.schedule(seed_of(case.name)):
+        judge_fp32(case)
+
+
+@pytest.mark.parametrize("name", ["T=17", "g positive", "packed100[0,64,64,100]"])
+def test_recurrent(name: str, poison: None) -> None:
+    with emulated.schedule(seed_of(name)):
+        judge_fp32(case_named(name), RECURRENT)
+
+
+@pytest.mark.parametrize("uses", ["output", "state"])
+def test_whichever_result_is_used(uses: str, poison: None) -> None:
+    judge_fp32(Case("uses", T=61, HV=3, K=20, V=28, state=FP32), uses=uses)
+
+
+# bf16 with rows of whole quads runs the forward pass on tensor cores.
+NARROW_CASES = [
+    *(ALL[name] for name in ("T=17", "HK=1 HV=3", "K=33 V=100", "g positive", "state V first",
+                             "gate in kernel, narrow", "packed100[0,64,64,100]")),
+    Case("aligned", T=70, HV=2, K=64, V=64, state=FP32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=name_of)
+@pytest.mark.parametrize("case", NARROW_CASES, ids=str)
+def test_narrow_inputs(case: Case, dtype: torch.dtype, poison: None) -> None:
+    with emulated.schedule(seed_of(f"{case} {dtype}")):
+        got = ours(case, dtype)
+    for name, exact in by_recurrence(case, dtype, torch.float64).items():
+        if exact is None:
+            continue
+        bound = NARROW_GATES if name in ("g", "beta") else NARROW
+        assert got[name].dtype == case.inputs(dtype)[name].dtype
+        assert rmse_ratio(got[name], exact) <= bound, name
+
+
+@pytest.mark.parametrize("beta", ["sigmoid", "0"])
+@pytest.mark.parametrize("gate", GATES)
+def test_gates(gate: str, beta: str) -> None:
+    """dg keeps its relative accuracy, token by token, however strong the gates."""
+    case = Case(f"gates {gate}", T=75, HV=2, K=24, V=24, beta=beta, state=FP32)
+    args = case.inputs()
+    noise = torch.randn(args["g"].shape, generator=torch.Generator().manual_seed(3))
+    args["g"] = GATES[gate](noise).float()
+
+    def by(dtype: torch.dtype) -> Gradients:
+        def function(**x: Any) -> Any:
+            return reference.recurrent(**x, dtype=dtype)
+
+        with one_thread():
+            return backward(function, leaves(args, dtype), *upstream(case, FP32))
+
+    want, base = by(torch.float64), by(FP32)
+    got = backward(CHUNK, leaves(args), *upstream(case, FP32))
+    judge(got, want, base, {"else": FP32_FLOOR})
+    strong = args["g"] < -4
+    if strong.any():
+        pick = {"g": want["g"][strong]}
+        judge({"g": got["g"][strong]}, pick, {"g": base["g"][strong]}, {"else": FP32_FLOOR})
+
+
+# ---- saved states --------------------------------------------------------------------------------
+
+both_forms = pytest.mark.parametrize("function", [CHUNK, RECURRENT], ids=["chunk", "recurrent"])
+LONG = SEGMENT_TOKENS + 130
+
+
+@both_forms
+@pytest.mark.parametrize("cu", [None, (0, 50, SEGMENT_TOKENS + 60, LONG)], ids=["one", "packed"])
+def test_long_sequences_start_from_saved_states(
+    cu: tuple[int, ...] | None, function: Callable[..., Any], poison: None
+) -> None:
+    case = Case("long", T=LONG, HV=1, K=8, V=12, cu=cu, state=FP32)
+    want = by_recurrence(case, FP32, torch.float64)
+    judge(ours(case, function=function), want, None, {"else": FP32_FLOOR})
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=name_of)
+@pytest.mark.parametrize("form", ["chunk", "recurrent"])
+def test_saved_states_are_few_and_right(form: str, dtype: torch.dtype, poison: None) -> None:
+    """bf16: the tensor-core path saves none on its way, and others make them."""
+    case = Case("saved", B=2, T=2 * SEGMENT_TOKENS, HV=1, K=8, V=16, state=FP32)
+    args = case.inputs(dtype)
+    inputs = [args.get(n) for n in NAMES[:6]] + [None] * 3
+    options = (8**-0.5, True, True, False, False, False, False)
+    out, state, saved = emulated.call(f"{form}_gated_delta_rule_forward_saving", *inputs, *options)
+    plain = emulated.call(f"{form}_gated_delta_rule_forward", *inputs, *options)
+    assert_same_bits(out, plain[0])
+    assert_same_bits(state, plain[1])
+    assert saved.shape == (2, 2, 1, 8, 16)
+    first = {n: x[:, :SEGMENT_TOKENS] if n in NAMES[:5] else x for n, x in args.items()}
+    with one_thread():
+        assert_close(saved[:, 0], reference.recurrent(**first, dtype=torch.float64)[1], 1e-5)
+    assert not saved[:, 1].any()  # no second segment starts
+
+
+# ---- views ---------------------------------------------------------------------------------------
+
+
+def test_strided_inputs_and_gradients() -> None:
+    case = Case("strides", B=2, T=37, HK=2, HV=4, K=20, V=36, state=FP32)
+    args, (d_out, d_state) = case.inputs(), upstream(case, FP32)
+    want = backward(CHUNK, leaves(args), d_out, d_state)
+    strided = leaves(args)
+    for name in NAMES[:6]:
+        x = args[name]
+        strided[name] = x.transpose(1, -1).contiguous().transpose(1, -1).requires_grad_()
+    got = backward(CHUNK, strided, d_out.mT.contiguous().mT, d_state.mT.contiguous().mT)
+    for name, x in want.items():
+        assert_same_bits(got[name], x, name)
+
+
+def test_expanded_gradients() -> None:
+    """`.sum()` makes a gradient of stride 0."""
+    case = Case("expanded", T=37, HV=3, K=20, V=24, state=FP32)
+    args = leaves(case.inputs())
+    out, state = CHUNK(**args)
+    (out.sum() + state.sum()).backward()
+    want = backward(CHUNK, leaves(case.inputs()), torch.ones_like(out), torch.ones_like(state))
+    for name, x in want.items():
+        assert_same_bits(args[name].grad, x, name)
+
+
+def test_one_tensor_in_two_places() -> None:
+    x = torch.randn(1, 30, 2, 16, generator=torch.Generator().manual_seed(5), requires_grad=True)
+    CHUNK(x, x, x, None, None, use_qk_l2norm_in_kernel=True)[0].square().sum().backward()
+    y = x.detach().double().requires_grad_()
+    out, _ = reference.recurrent(y, y, y, None, None, use_qk_l2norm_in_kernel=True)
+    out.square().sum().backward()
+    assert rmse_ratio(x.grad, y.grad) < 1e-5
+
+
+# ---- bit for bit ---------------------------------------------------------------------------------
+
+BITS = Case("bits", B=2, T=110, HK=1, HV=3, K=40, V=24, g="positive", raw_beta=True, state=FP32)
+
+
+def test_every_schedule_gives_the_same_bits() -> None:
+    want = ours(BITS)
+    for seed in (1, 2, 3):
+        with emulated.schedule(seed):
+            got = ours(BITS)
+        for name, x in want.items():
+            assert_same_bits(got[name], x, f"d{name}, seed {seed}")
+
+
+def test_no_state_is_the_zero_state() -> None:
+    case = Case("no state", T=40, HV=2, K=24, V=20)
+    args = case.inputs()
+    want = backward(CHUNK, leaves(args), *upstream(case, FP32))
+    zeros = leaves({**args, "initial_state": torch.zeros(1, 2, 24, 20)})
+    got = backward(CHUNK, zeros, *upstream(case, FP32))
+    for name, x in want.items():
+        assert_same_bits(got[name], x, name)
+
+
+def test_packed_sequences_are_as_if_alone(poison: None) -> None:
+    case = Case("packed grads", T=130, HV=3, K=20, V=24, cu=(0, 17, 17, 50, 120), state=FP32)
+    args, (d_out, d_state) = case.inputs(), upstream(case, FP32)
+    got = backward(CHUNK, leaves(args), d_out, d_state)
+    assert case.cu is not None
+    for n, (begin, end) in enumerate(zip(case.cu, case.cu[1:], strict=False)):
+        tokens = slice(begin, end)
+        alone = {k: x[:, tokens] if k in NAMES[:5] else x for k, x in args.items()}
+        alone["initial_state"] = args["initial_state"][n : n + 1]
+        del alone["cu_seqlens"]
+        want = backward(CHUNK, leaves(alone), d_out[:, tokens], d_state[n : n + 1])
+        for k, x in want.items():
+            part = got[k][n : n + 1] if k == "initial_state" else got[k][:, tokens]
+            assert_same_bits(part, x, k)
+    for k in NAMES[:5]:
+        assert not got[k][:, case.cu[-1] :].any()
+    assert_same_bits(got["initial_state"][1:2], d_state[1:2])  # the empty sequence
+
+
+@pytest.mark.parametrize("needed", NAMES)
+def test_only_what_is_needed(needed: str, poison: None) -> None:
+    """One gradient alone has the bits that it has among all, and no other one appears."""
+    case = Case("one", T=50, HV=3, K=24, V=24, raw_gate=True, raw_beta=True, state=FP32)
+    args = case.inputs()
+    want = ours(case)[needed]
+    args[needed] = args[needed].clone().requires_grad_()
+    got = backward(CHUNK, args, *upstream(case, FP32))
+    assert_same_bits(got[needed], want)
+    assert all(x is None for name, x in got.items() if name != needed)
+
+
+# ---- what the host never sees --------------------------------------------------------------------
+
+
+def operator_arguments(args: dict[str, Any], case: Case, wanted: int = 0b111111) -> list[Any]:
+    """Positional, as the operator takes them; l2norm and no other option."""
+    return [
+        *upstream(case, FP32), *(args.get(n) for n in NAMES[:6]), args.get("cu_seqlens"),
+        None, None, None, case.K**-0.5, True, False, False, False, False, wanted,
+    ]  # fmt: skip
+
+
+def test_a_graph_replays_with_other_sequences() -> None:
+    case = Case("graph", T=130, HK=1, HV=2, K=16, V=20, cu=(0, 17, 20, 130), state=FP32)
+    args = case.inputs()
+    arguments = operator_arguments(args, case)
+    cuts = ((0, 17, 20, 130), (0, 0, 130, 130), (0, 1, 33, 40), (0, 0, 0, 0))
+    wanted = []
+    for cu in cuts:
+        args["cu_seqlens"].copy_(torch.tensor(cu))
+        wanted.append(emulated.call(OPERATOR, *arguments))
+    with emulated.capture() as graph:
+        results = emulated.call(OPERATOR, *arguments)
+    for cu, want in zip(cuts, wanted, strict=True):
+        args["cu_seqlens"].copy_(torch.tensor(cu))
+        for x in results:
+            x.fill_(torch.nan)
+        graph.replay()
+        for name, got, x in zip(NAMES, results, want, strict=True):
+            assert_same_bits(got, x, f"d{name}, {cu}")
+            assert torch.isfinite(got).all(), f"d{name}, {cu}"
+
+
+@pytest.mark.parametrize(
+    "cu",
+    [(0, 30, 10, 50), (5, 3, 2, 1), (-7, 20, 99, 40), (50, 0, 50, 0, 50, 0, 50, 0, 50, 0, 50)],
+    ids=str,
+)
+def test_wrong_sequences_stay_inside_memory(cu: tuple[int, ...]) -> None:
+    """Python refuses these where it can see them. What a graph replays with, nobody checks."""
+    case = Case("wrong", T=40, HK=1, HV=1, K=16, V=20, cu=cu, state=FP32)
+    found = ""
+    try:
+        emulated.call(OPERATOR, *operator_arguments(case.inputs(), case))
+    except RuntimeError as error:
+        found = str(error)
+    # Sequences that overlap are written twice: what the values are is nobody's promise.
+    assert not found or "data race" in found
+
+
+def test_operators_check_as_the_cpu_does() -> None:
+    """The same texts: the same code writes them."""
+    cpu = getattr(torch.ops.deltanet_ext, OPERATOR).default
+    case = Case("checks", T=SEGMENT_TOKENS + 1, HV=2, K=4, V=4)
+    good = operator_arguments(case.inputs(), case, wanted=1)
+    for position, wrong in (
+        (0, torch.zeros(1, 2, 2, 4)),
+        (0, torch.zeros(1, case.T, 2, 4, dtype=torch.float64)),
+        (1, torch.zeros(1, 2, 4, 5)),
+        (2, torch.zeros(1, 2, 2, 7)),
+        (4, torch.zeros(1, 2, 3, 32)),
+        (11, None),
+        (11, torch.zeros(1, 2, 2, 4, 4)),
+        (18, 1 << NAMES.index("initial_state")),
+    ):
+        args = [*good[:position], wrong, *good[position + 1 :]]
+        if position != 11:
+            args[11] = torch.zeros(1, 1, 2, 4, 4)
+        texts = []
+        for call in (cpu, lambda *a: emulated.call(OPERATOR, *a)):
+            with pytest.raises(RuntimeError) as found:
+                call(*args)
+            texts.append(str(found.value).split(f"{OPERATOR}: ")[1].splitlines()[0])
+        assert texts[0] == texts[1]
+
+
+# ---- the other operators -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cu", [None, (0, 5, 5, 20)], ids=["one", "packed"])
+def test_gradients_of_the_transition(cu: tuple[int, ...] | None, poison: None) -> None:
+    case = Case("transition", T=21, HV=3, K=12, V=8, cu=cu)
+    args = case.inputs()
+    names = NAMES[1:5]
+    shared = {"use_qk_l2norm_in_kernel": True, "cu_seqlens": args.get("cu_seqlens")}
+
+    def gradients(function: Any, dtype: torch.dtype, **options: Any) -> list[Tensor]:
+        leaf = {n: args[n].to(dtype, copy=True).requires_grad_() for n in names}
+        M, U = function(**leaf, **shared, **options)
+        gen = torch.Generator().manual_seed(1)
+        d = [torch.randn(x.shape, generator=gen) for x in (M, U)]
+        torch.autograd.backward([M, U], [x.to(dtype) for x in d])
+        return [leaf[n].grad for n in names]
+
+    got = gradients(deltanet_ext.chunk_transition, FP32)
+    with one_thread():
+        want = gradients(reference.transition, torch.float64)
+    for name, x, exact in zip(names, got, want, strict=True):
+        assert rmse_ratio(x, exact) <= FP32_FLOOR, name
+
+
+def test_gradient_of_the_inverse() -> None:
+    L = 0.2 * torch.randn(2, 20, 20, generator=torch.Generator().manual_seed(2))
+    d = torch.randn(2, 20, 20, generator=torch.Generator().manual_seed(3))
+    leaf, exact = L.clone().requires_grad_(), L.double().requires_grad_()
+    deltanet_ext.unit_lower_triangular_inverse(leaf).backward(d)
+    torch.linalg.inv(torch.eye(20, dtype=torch.float64) + exact.tril(-1)).backward(d.double())
+    assert rmse_ratio(leaf.grad, exact.grad) <= FP32_FLOOR
+    assert leaf.grad.abs().max() > ABSOLUTE_FLOOR
