@@ -40,6 +40,8 @@ OURS, THEIRS = "deltanet_ext", "transformers"
 
 
 def contestants(case: Any) -> dict[str, Callable]:
+    if hasattr(case, "contestants"):
+        return dict(zip((OURS, THEIRS), case.contestants(), strict=True))
     from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
     import deltanet_ext
@@ -140,13 +142,14 @@ def measure(case: Any, dtype: str, seconds: float, peak: machine.Peak) -> list[d
 
 def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     import torch
+    from layer_cases import LAYER_CASES
 
     from cases import CASES
 
     torch.set_num_threads(options.threads)
     peak = machine.Peak(options.threads)
     rows = []
-    for case in CASES:
+    for case in (*CASES, *LAYER_CASES):
         if options.quick and not case.quick:
             continue
         if options.only and options.only not in case.name:
