@@ -41,6 +41,8 @@ OURS, THEIRS = "deltanet_ext", "transformers"
 
 def contestants(case: Any) -> dict[str, Callable]:
     """What is timed."""
+    if hasattr(case, "contestants"):
+        return dict(zip((OURS, THEIRS), case.contestants(), strict=True))
     both = functions(case)
     return {n: trained(f) for n, f in both.items()} if case.train else both
 
@@ -146,13 +148,14 @@ def measure(case: Any, dtype: str, seconds: float, peak: machine.Peak) -> list[d
 
 def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     import torch
+    from layer_cases import LAYER_CASES
 
     from cases import CASES
 
     torch.set_num_threads(options.threads)
     peak = machine.Peak(options.threads)
     rows = []
-    for case in CASES:
+    for case in (*CASES, *LAYER_CASES):
         if options.quick and not case.quick:
             continue
         if options.only and options.only not in case.name:

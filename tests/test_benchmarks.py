@@ -129,6 +129,23 @@ def test_cases_count_what_they_say_and_run(tools):
     assert output.shape == (1, 5, 2, 8)
 
 
+def test_layer_cases_run_and_both_contestants_agree(tools):
+    pytest.importorskip("transformers", minversion="5.15")
+    import layer_cases
+
+    try:
+        for case in layer_cases.LAYER_CASES:
+            small = layer_cases.LayerCase(case.name, min(case.tokens, 8), case.function)
+            results = []
+            with torch.inference_mode():
+                for function in small.contestants():
+                    results.append(function(**small.inputs(torch.float32)))
+            torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+            assert case.state_floats > 0
+    finally:
+        del sys.modules["layer_cases"]
+
+
 # ---- what runs on a machine with a GPU, rehearsed without one -----------------------------------
 
 
