@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class Case:
     train: bool = False
     strided: bool = False  # q, k, v as views of one [B, D, T] tensor, which is what models pass
     quick: bool = True  # part of --quick
+    sequences: int = 1  # packed along the tokens, of equal length
 
     def __str__(self) -> str:
         return (
@@ -50,6 +51,12 @@ class Case:
         forward = 6 * k * v + 2 * CHUNK * (shared + v)
         backward = 16 * k * v + CHUNK * (6 * k + 5 * v) if self.train else 0
         return self.token_heads * (forward + backward)
+
+    @property
+    def padded(self) -> Case:
+        """The same with head dims that fill vectors of 8: what an odd size has to pay for."""
+        key_dim, value_dim = (-(-dim // 8) * 8 for dim in (self.key_dim, self.value_dim))
+        return replace(self, key_dim=key_dim, value_dim=value_dim)
 
     @property
     def state_floats(self) -> int:
@@ -79,7 +86,11 @@ class Case:
             "initial_state": normal(b, hv, self.key_dim, self.value_dim) if self.decode else None,
             "output_final_state": True,
             "use_qk_l2norm_in_kernel": True,
-        }
+        } | (
+            {"cu_seqlens": torch.arange(0, t + 1, t // self.sequences)}
+            if self.sequences > 1
+            else {}
+        )
 
 
 CASES = (
@@ -92,4 +103,20 @@ CASES = (
     Case("train 4096", 1, 4096, 16, 32, train=True, quick=False),
     Case("decode 1", 1, 1, 16, 32, decode=True),
     Case("decode 32", 32, 1, 16, 32, decode=True),
+)
+
+# Every kind of shape that users have, by itself and with few rounds: run.py --shapes.
+SHAPES = (
+    Case("headline", 1, 2048, 8, 16),
+    *(Case(f"dims {d}", 1, 2048, 4, 8, key_dim=d, value_dim=d) for d in (64, 96, 192, 256)),
+    Case("K 64, V 128", 1, 2048, 4, 8, key_dim=64),
+    Case("K 128, V 64", 1, 2048, 4, 8, value_dim=64),
+    Case("odd dims", 1, 2048, 4, 8, key_dim=101, value_dim=75),
+    *(Case(f"HV/HK {n}", 1, 1024, 2, 2 * n) for n in (1, 3, 8)),
+    Case("channels first", 1, 2048, 8, 16, strided=True),
+    Case("1000 sequences of 10", 1, 10_000, 2, 4, sequences=1000),
+    Case("1000 sequences of 30", 1, 30_000, 2, 4, sequences=1000),
+    Case("long, T 32768", 1, 32_768, 2, 4),
+    Case("short, T 512", 1, 512, 2, 4),
+    *(Case(f"verify {t}", 8, t, 8, 16, decode=True) for t in (1, 2, 4, 8, 16)),
 )

@@ -60,6 +60,17 @@ def table_rows(result: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def shape_rows(result: dict[str, Any]) -> list[list[str]]:
+    """Header and rows of a run with --shapes."""
+    rows = [["case", "sizes", "dtype", "ms", "median", "of peak", "bounded by"]]
+    for row in result["rows"]:
+        times = [milliseconds(row["ms_min"]), milliseconds(row["ms_median"])]
+        bound = "arithmetic" if row["unit"] == "GFLOP/s" else "the states' bytes"
+        share = f"{row['share']:.0%}"
+        rows.append([row["case"], row["shape"], row["dtype"], *times, share, bound])
+    return rows
+
+
 def markdown(rows: list[list[str]], names: int = 2) -> str:
     """A table whose first `names` columns are names, and the others numbers."""
     header, *body = rows
@@ -118,12 +129,17 @@ def main() -> int:
     parser.add_argument("results", nargs="+", help="the first one also goes into the README")
     parser.add_argument("--print", action="store_true", help="only print, change no file")
     options = parser.parse_args()
-    results = [json.loads(Path(name).read_text()) for name in options.results]
+    read = [json.loads(Path(name).read_text()) for name in options.results]
+    results = [r for r in read if not r.get("shapes")]
+    shapes = [f"{describe(r)}\n\n{markdown(shape_rows(r), 3)}" for r in read if r.get("shapes")]
     if options.print:
-        print(detailed(results))
+        print("\n\n".join([detailed(results), *shapes]))
         return 0
-    put(ROOT / "docs" / "performance.md", "tables", detailed(results))
-    put(ROOT / "README.md", "table", short(results[0]))
+    if shapes:
+        put(ROOT / "docs" / "performance.md", "shapes", "\n\n".join(shapes))
+    if results:
+        put(ROOT / "docs" / "performance.md", "tables", detailed(results))
+        put(ROOT / "README.md", "table", short(results[0]))
     return 0
 
 

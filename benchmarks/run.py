@@ -3,6 +3,7 @@
 
     python benchmarks/run.py              about ten minutes
     python benchmarks/run.py --quick      the main shapes, fewer rounds
+    python benchmarks/run.py --shapes     every kind of shape, our operators alone
 
 All contestants run in one process on the same pinned cores, one call each per round, so that a
 disturbance meets all of them. The machine's peak is measured in every round as well. With one
@@ -83,7 +84,9 @@ def trained(function: Callable) -> Callable:
     return forward_and_backward
 
 
-def measure(case: Any, dtype: str, seconds: float, peak: machine.Peak) -> list[dict[str, Any]]:
+def measure(
+    case: Any, dtype: str, seconds: float, peak: machine.Peak, ours_only: bool = False
+) -> list[dict[str, Any]]:
     """Rounds of one sample per contestant, until `seconds` have passed; at least five."""
     import torch
 
@@ -95,6 +98,8 @@ def measure(case: Any, dtype: str, seconds: float, peak: machine.Peak) -> list[d
     # call returned is kept until the next one returns, as in a model.
     calls, samples = {}, {}
     timed = contestants(case)
+    if ours_only:
+        timed = {OURS: timed[OURS]}
     for name, function in timed.items():
         function(**inputs)
         start = clock()
@@ -108,7 +113,7 @@ def measure(case: Any, dtype: str, seconds: float, peak: machine.Peak) -> list[d
         unit, work = "GB/s", case.state_floats * 8 / 1e9
         limit = functools.partial(peak.gbs, case.state_floats)
     else:
-        unit, work = "GFLOP/s", case.flop / 1e9
+        unit, work = "GFLOP/s", case.padded.flop / 1e9
         limit = peak.gflops
     limits: dict[str, list[float]] = {name: [] for name in timed}
     start = time.perf_counter()
@@ -150,19 +155,20 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     import torch
     from layer_cases import LAYER_CASES
 
-    from cases import CASES
+    from cases import CASES, SHAPES
 
     torch.set_num_threads(options.threads)
     peak = machine.Peak(options.threads)
     rows = []
-    for case in (*CASES, *LAYER_CASES):
+    for case in SHAPES if options.shapes else (*CASES, *LAYER_CASES):
         if options.quick and not case.quick:
             continue
         if options.only and options.only not in case.name:
             continue
         for dtype in options.dtype:
             print(f"  {case} {dtype}", file=sys.stderr, flush=True)
-            for row in measure(case, dtype, 3 if options.quick else 20, peak):
+            seconds = 2 if options.shapes else 3 if options.quick else 20
+            for row in measure(case, dtype, seconds, peak, options.shapes):
                 rows.append(row | {"malloc": options.malloc})
     return rows
 
@@ -202,12 +208,12 @@ def facts(options: argparse.Namespace, cores: list[int], load: tuple[float, ...]
 
 
 def show(result: dict[str, Any]) -> None:
-    from report import table_rows
+    from report import shape_rows, table_rows
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"best times in ms; {result['isa']}, {result['threads']} thread(s)")
-    header, *rows = table_rows(result)
+    header, *rows = shape_rows(result) if result["shapes"] else table_rows(result)
     for i, name in enumerate(header):
         table.add_column(name, justify="right" if i > 1 else "left", no_wrap=True)
     for row in rows:
@@ -220,6 +226,7 @@ def show(result: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="main shapes, fewer rounds")
+    parser.add_argument("--shapes", action="store_true", help="every kind of shape, ours alone")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     parser.add_argument("--only", default="", help="cases whose name contains this")
@@ -233,6 +240,8 @@ def main() -> int:
 
     load = os.getloadavg()
     cores = machine.pin(options.threads)
+    if options.shapes:
+        options.malloc = "default"
     both = options.malloc == "both"
     if both:
         options.malloc = "default"
@@ -244,10 +253,11 @@ def main() -> int:
         print("again, with a malloc that keeps its memory:", file=sys.stderr)
         rows += run_tuned(options)
 
-    result = facts(options, cores, load) | {"rows": rows}
+    result = facts(options, cores, load) | {"rows": rows, "shapes": options.shapes}
     show(result)
     day = result["date"][:10]
-    name = f"{day}-{options.threads}t{'-quick' if options.quick else ''}.json"
+    kind = ("-shapes" if options.shapes else "") + ("-quick" if options.quick else "")
+    name = f"{day}-{options.threads}t{kind}.json"
     path = Path(options.out or machine.HERE / "results" / machine.slug() / name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")

@@ -8,8 +8,8 @@ argument, what it got and what is supported. What is unusual but right passes bo
 
 Nothing here reads the contents of a tensor, with one exception: `cu_seqlens` on the CPU, in eager
 mode. Contents on a GPU are never waited for; its kernels keep within bounds whatever they find. The
-C++ operators check everything again, also what a traced graph cannot. Eager calls on the CPU without
-gradients go to them first, and come here only with what they refused (ops.py).
+C++ operators check everything again, also what a traced graph cannot. Eager calls on the CPU
+without gradients go to them first, and come here only with what they refused (ops.py).
 """
 
 from __future__ import annotations
