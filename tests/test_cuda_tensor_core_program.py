@@ -105,7 +105,7 @@ BUGS = {
         PREPARE,
         "__syncthreads();  // G is complete, and the scan's storage is free",
         "",
-        RACE,
+        UNWRITTEN,
     ),
     "never_cut": ("tensor_core/layout.cuh", "kMostRise = 1.f", "kMostRise = 1e9f", WRONG),
     "decay_of_later_tokens": (PREPARE, "j + e <= i && j + e >= window", "j + e >= window", WRONG),
