@@ -143,7 +143,12 @@ def assert_right(got: tuple[Tensor, Tensor], x: dict[str, Any], state_error: flo
     """The output is as good as its rounding alone, give or take 15%; the state nearly fp32."""
     out, state = got
     want, want_state = expected(x)
-    error, rounding = rmse_ratio(out, want), rmse_ratio(want.to(out.dtype), want)
+    # What the dtype cannot hold is infinite in both, and left out of the comparison.
+    rounded = want.to(out.dtype)
+    held = rounded.isfinite()
+    assert torch.equal(out.isfinite(), held)
+    want = want.where(held, 0)
+    error, rounding = rmse_ratio(out.where(held, 0), want), rmse_ratio(rounded.where(held, 0), want)
     assert error <= 1.15 * rounding, f"output: {error:.3e}, rounding alone {rounding:.3e}"
     error = rmse_ratio(state, want_state)
     assert error <= state_error, f"state: {error:.3e}, allowed {state_error:.0e}"
@@ -176,7 +181,7 @@ CASES = [
     Case("packed-wandering", T=150, g="wandering", cu=(0, 30, 150)),
     # One key along an axis, and no state that outgrows it all: the recurrence is exact to rounding,
     # a chunk that is not cut loses every digit. Inside a window errors may grow by e.
-    Case("growing-axis", T=64, g="growing", keys="axis", beta=1.0, state=None, state_error=3e-5),
+    Case("growing-axis", T=64, g="growing", keys="axis", beta=1.0, state=None),
     Case("wandering-axis", g="wandering", keys="axis", beta=0.9, state=None, state_error=3e-5),
     # Head dims: buckets of 64 and 128, masked tails, several blocks of columns.
     Case("k64-v64", T=77, K=64, V=64),
@@ -188,7 +193,7 @@ CASES = [
     Case("fp16-k64", T=77, dtype=FP16, K=64, V=64),
     Case("fp16-narrow", T=77, dtype=FP16, gates=FP16, state=FP16),
     Case("fp16-strong-gates", T=77, dtype=FP16, g="strong"),
-    Case("fp16-both-signs", T=77, dtype=FP16, g="both", state_error=2e-5),
+    Case("fp16-both-signs", T=77, dtype=FP16, g="both"),
     Case("fp16-wandering", T=100, dtype=FP16, g="wandering", HV=1),
     Case(
         "fp16-identical", dtype=FP16, keys="identical", g="zero", beta=1.999, state_error=3e-4, HV=1
@@ -268,14 +273,14 @@ SEGMENTED = [
 @pytest.mark.parametrize("case", SEGMENTED, ids=str)
 def test_segments(case, length):
     x = case.inputs()
-    assert_right(run(x, segment_chunks=length), x, 2e-5)
+    assert_right(run(x, segment_chunks=length), x, 1e-5)
 
 
 def test_segments_with_a_weak_gate_count_the_initial_state_once():
     x = Case("weak", T=300, HV=1, g="zero").inputs()
     x["g"] = x["g"] - 1e-3
     x["initial_state"] = 100 * x["initial_state"]
-    assert_right(run(x, segment_chunks=1), x, 2e-5)
+    assert_right(run(x, segment_chunks=1), x, 1e-5)
 
 
 @pytest.mark.parametrize("segment_chunks", [0, 2])
