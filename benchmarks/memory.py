@@ -4,8 +4,8 @@
     python benchmarks/memory.py
 
 Each is measured in a process of its own: what the process takes at most while the two passes run,
-over what it has before the inputs are made. So inputs, outputs and gradients count, and the ratio is
-against these alone.
+over what it has before the inputs are made. So inputs, outputs and gradients count, and the ratio
+is against these alone.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ OURS, THEIRS = "deltanet_ext", "transformers"
 
 def measure(contestant: str, tokens: int, heads: int) -> dict[str, Any]:
     """Bytes: `peak`, and of tensors that the caller sees, `visible`, and of saved states."""
+    import run
     import torch
 
-    import run
     from cases import Case
     from deltanet_ext._autograd import SEGMENT_TOKENS
     from deltanet_ext.demo_train import forget_peak, memory
@@ -81,8 +81,8 @@ def main() -> int:
     for row in (ours, short, theirs):
         rest = row["peak"] - row["saved_states"]
         print(
-            f"{row['contestant']:13} T={row['tokens']:<6} peak {row['peak'] / 1e6:6.0f} MB, inputs, "
-            f"outputs and gradients {row['visible'] / 1e6:5.0f} MB, saved states "
+            f"{row['contestant']:13} T={row['tokens']:<6} peak {row['peak'] / 1e6:6.0f} MB, "
+            f"inputs, outputs and gradients {row['visible'] / 1e6:5.0f} MB, saved states "
             f"{row['saved_states'] / 1e6:3.0f} MB: {rest / row['visible']:.2f} x"
         )
     return 0

@@ -146,6 +146,18 @@ struct ChunkBackward {
     return X::sum(sum);
   }
 
+  // <S, dS>, for as many vectors as a multiple of four, in four sums that do not wait for each
+  // other
+  static DELTANET_NOINLINE Real dot_of_states(const Real* S, const Real* dS, size_t size) {
+    if constexpr (W == 1) return dot(S, dS, int(size));
+    V sums[4] = {X::zero(), X::zero(), X::zero(), X::zero()};
+    for (size_t i = 0; i < size; i += 4 * W)
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j)
+        sums[j] = X::fma(X::load(S + i + j * W), X::load(dS + i + j * W), sums[j]);
+    return X::sum(X::add(X::add(sums[0], sums[1]), X::add(sums[2], sums[3])));
+  }
+
   // out_ij = a_i . b_j for j <= i, in whole blocks
   static DELTANET_NOINLINE void lower_products(const Real* a, const Real* b, int dim, Real* out) {
     for (int i = 0; i < C; i += X::kDotRows)
@@ -527,7 +539,8 @@ struct ChunkBackward {
       for (; m < dim_k; m += 2) adjoint_rows<2>(s, dS, column, m, with_output);
     }
 
-    // (18), (19) for columns of K: added to what other value heads left there
+    // (18), (19) for columns of K: added to what other value heads and pieces left there, but for
+    // the first of them
     static DELTANET_INLINE void add_rows(Registers& c, const Real* from) {
 #pragma GCC unroll 32
       for (int i = 0; i < kRows; ++i)
@@ -535,14 +548,15 @@ struct ChunkBackward {
         for (int j = 0; j < kWidth; ++j)
           c[i][j] = X::add(c[i][j], X::load(from + i * kRow + j * W));
     }
-    static DELTANET_NOINLINE void gradients(const Scratch& s, int column, bool query, bool key) {
+    static DELTANET_NOINLINE void gradients(const Scratch& s, int column, bool query, bool key,
+                                            bool first) {
       for (int r0 = 0; r0 < C; r0 += kRows) {
         const int at = r0 * kRow + column;
         Registers c;
         if (query) {
           load(c, s.q_past + at);
           add_product<false, C, 1>(c, s.A + r0 * C, s.K + column, 0, r0 + kRows);
-          add_rows(c, s.dQ + at);
+          if (!first) add_rows(c, s.dQ + at);
           store_rows(c, s.dQ + at);
         }
         if (key) {
@@ -550,7 +564,7 @@ struct ChunkBackward {
           add_rows(c, s.k_future + at);
           add_product<false, 1, C>(c, s.A + r0, s.Q + column, r0, C);
           add_product<false, C, 1>(c, s.X2 + r0 * C, s.K + column, 0, C);
-          add_rows(c, s.dK + at);
+          if (!first) add_rows(c, s.dK + at);
           store_rows(c, s.dK + at);
         }
       }
@@ -610,10 +624,10 @@ struct ChunkBackward {
   };
   struct Gradients {
     const Scratch& s;
-    bool query, key;
+    bool query, key, first;
     template <int kWidth>
     void run(int c) const {
-      Tile<kWidth>::gradients(s, c, query, key);
+      Tile<kWidth>::gradients(s, c, query, key, first);
     }
   };
   template <int kIndex, class Stage>
@@ -776,9 +790,10 @@ struct ChunkBackward {
     }
   }
 
-  // One piece of a chunk, from the adjoint state at its end to that at its start.
+  // One piece of a chunk, from the adjoint state at its end to that at its start. `first`: nothing
+  // has been added to this chunk's dQ and dK yet.
   static void run_piece(const Params& p, const Wanted& wanted, const Scratch& s, const Real* S,
-                        Real* dS, Real* d_g, Real* d_beta) {
+                        Real* dS, Real* d_g, Real* d_beta, bool first) {
     const int dim_k = rows_of_state(p.dim_k), columns = round_up(p.dim_v, W);
     const int dim = columns_of_rows(p.dim_k);
     const Gates& gates = *s.gates;
@@ -787,7 +802,7 @@ struct ChunkBackward {
     multiply_rows(gates.query, s.dO, columns, s.dOe);
     // The sums over value heads lie in an outer cache, and are asked for well before they are used.
     const int64_t row_bytes = p.dim_k * int64_t(sizeof(Real));
-    for (int i = 0; i < C; ++i) {
+    for (int i = 0; i < C && !first; ++i) {
       if (wanted.query) prefetch(s.dQ + i * kRow, row_bytes);
       if (wanted.key) prefetch(s.dK + i * kRow, row_bytes);
     }
@@ -798,7 +813,7 @@ struct ChunkBackward {
       for (int i = 0; i < C; ++i) factors[i] = -gates.key[i];
       rows_times_transposed_state(s, s.Z, S, dim_k, columns, factors, s.k_past);
     }
-    if (wanted.gate) through = dot(S, dS, int(s.state));
+    if (wanted.gate) through = dot_of_states(S, dS, s.state);
     if (wanted.query || wanted.gate)  // (17a)
       rows_times_transposed_state(s, s.dO, S, dim_k, columns, gates.query, s.q_past);
     if (wanted.from_outputs()) lower_products(s.dO, s.N, columns, s.A);
@@ -806,7 +821,7 @@ struct ChunkBackward {
     if (wanted.from_outputs() || wanted.from_values()) make_squares(s, Real(p.scale));
     for_each_tile(columns, UpdateAdjoint{s, dS, dim_k, with_output});
     if (wanted.query || wanted.key)
-      for_each_tile(round_up(p.dim_k, W), Gradients{s, wanted.query, wanted.key});
+      for_each_tile(round_up(p.dim_k, W), Gradients{s, wanted.query, wanted.key, first});
     if (wanted.beta) beta_gradients(s, columns, d_beta);
     if (wanted.gate) gate_gradients(s, dim, through, d_g);
   }
@@ -832,7 +847,8 @@ struct ChunkBackward {
       for (int piece = pieces - 1; piece >= 0; --piece) {
         const int first = starts[piece], last = piece + 1 < pieces ? starts[piece + 1] : count;
         make_gates(s, first, last, g, beta, Real(p.scale), true);
-        run_piece(p, wanted, s, piece ? s.pieces + s.state * piece : s.states, dS, d_g, d_beta);
+        run_piece(p, wanted, s, piece ? s.pieces + s.state * piece : s.states, dS, d_g, d_beta,
+                  head == task.value_head_begin && piece == pieces - 1);
         if (p.d_value)
           store_rows<X>(s.dV + first * kRow, kRow,
                         head_rows(p.d_value, segment.batch, t + first, head), last - first,
@@ -942,9 +958,6 @@ struct ChunkBackward {
       segment.begin = begin + i * kSegmentTokens;
       segment.end = end - segment.begin < kSegmentTokens ? end : segment.begin + kSegmentTokens;
       segment.saved = i ? p.saved_state(segment.batch, segment.begin) : -1;
-      const size_t rows = size_t(segment.chunks()) * C * kRow;
-      std::memset(s.dQ, 0, sizeof(Real) * rows);
-      std::memset(s.dK, 0, sizeof(Real) * rows);
       pack_segment(p, task, s, segment);
       for (int r = 0; r < heads; ++r) {
         const int64_t head = task.value_head_begin + r;
