@@ -55,7 +55,8 @@ struct Workspace {
     }
     if (wanted.query_sums) d_query = static_cast<float*>(take(sizeof(float) * rows));
     if (wanted.key_sums) d_key = static_cast<float*>(take(sizeof(float) * rows));
-    if (wanted.gate_sums) gate_sums = static_cast<double*>(take(2 * sizeof(double) * size_t(heads)));
+    if (wanted.gate_sums)
+      gate_sums = static_cast<double*>(take(2 * sizeof(double) * size_t(heads)));
   }
 
   void* table;

@@ -24,9 +24,7 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 // Of the current device: what a block may have at most, in bytes; how many multiprocessors.
-inline int64_t shared_memory() {
-  return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-}
+inline int64_t shared_memory() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 inline int64_t processors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
 
 // One block per unit of work, all of them in grid.x: y and z end at 65,535.

@@ -206,8 +206,7 @@ __device__ __forceinline__ double raw_gate_gradient(const RuleParams& p, int64_t
   if (d == 0) return 0;  // a rate of -inf has gates that nothing passes
   const int64_t at = b * p.g.stride[0] + t * p.g.stride[1] + head * p.g.stride[2];
   double x = load_double(p.g.data, p.g.dtype, at);
-  if (p.dt_bias.data)
-    x += load_double(p.dt_bias.data, p.dt_bias.dtype, head * p.dt_bias.stride[0]);
+  if (p.dt_bias.data) x += load_double(p.dt_bias.data, p.dt_bias.dtype, head * p.dt_bias.stride[0]);
   return -exp(load_double(p.A_log.data, p.A_log.dtype, head * p.A_log.stride[0])) * d * sigmoid(x);
 }
 

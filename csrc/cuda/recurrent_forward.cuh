@@ -183,8 +183,8 @@ class RecurrentBlock {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           if (i < rows)
-            store_quad(x.data, x.dtype, at + i * x.stride[2], x.stride[3], columns_,
-                       quads == 1, make_float4(e[i][0], e[i][1], e[i][2], e[i][3]));
+            store_quad(x.data, x.dtype, at + i * x.stride[2], x.stride[3], columns_, quads == 1,
+                       make_float4(e[i][0], e[i][1], e[i][2], e[i][3]));
       }
     }
   }

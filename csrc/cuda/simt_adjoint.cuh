@@ -30,9 +30,9 @@
 namespace deltanet::cuda::simt {
 
 struct AdjointArguments {
-  const Prepared* prepared;  // [strips * kStripChunks, HV]
-  ChunkTable table;          // of strips
-  int64_t strips;            // how many there is room for
+  const Prepared* prepared;       // [strips * kStripChunks, HV]
+  ChunkTable table;               // of strips
+  int64_t strips;                 // how many there is room for
   MutableView<4> strip_adjoints;  // [strips, HV, K, V]  dS at the end of each; absent: not wanted
   bool query_quads, key_quads, grad_quads, value_quads, final_quads, initial_quads;
 };
@@ -55,8 +55,8 @@ struct AdjointTraits {
   };
   static int64_t shared_bytes(int dim_k) {
     return int64_t(sizeof(Shared)) +
-           int64_t(sizeof(float)) * (int64_t(padded_rows(dim_k)) * kColumns +
-                                     2 * kChunk * row_pitch(dim_k));
+           int64_t(sizeof(float)) *
+               (int64_t(padded_rows(dim_k)) * kColumns + 2 * kChunk * row_pitch(dim_k));
   }
 };
 
@@ -124,9 +124,8 @@ class AdjointBlock {
     if (p_.grad_output.data)
       load_rows(p_.query, batch, t, count, key_head_, p_.dim_k, x_.query_quads, q_, pitch_,
                 Traits::kThreads);
-    load_columns<kColumns, kColumns, Traits::kThreads>(p_.grad_output, batch, t, count, head_,
-                                                       column_, p_.dim_v, x_.grad_quads,
-                                                       shared_.grad[0]);
+    load_columns<kColumns, kColumns, Traits::kThreads>(
+        p_.grad_output, batch, t, count, head_, column_, p_.dim_v, x_.grad_quads, shared_.grad[0]);
     load_prepared<Traits::kThreads>(x_.prepared + number * p_.value_heads + head_,
                                     shared_.prepared);
   }
@@ -182,8 +181,7 @@ class AdjointBlock {
   }
 
   // Equation (13).
-  __device__ __forceinline__ void store_values(int64_t batch, int64_t t, int first,
-                                               int end) const {
+  __device__ __forceinline__ void store_values(int64_t batch, int64_t t, int first, int end) const {
     const auto& x = p_.d_value;
     const int64_t base =
         batch * x.stride[0] + t * x.stride[1] + head_ * x.stride[2] + column_ * x.stride[3];
@@ -240,8 +238,8 @@ class AdjointBlock {
 };
 
 template <int kColumns>
-__global__ void
-__launch_bounds__(AdjointTraits<kColumns>::kThreads, AdjointTraits<kColumns>::kMinBlocks)
+__global__ void __launch_bounds__(AdjointTraits<kColumns>::kThreads,
+                                  AdjointTraits<kColumns>::kMinBlocks)
     adjoint_kernel(const __grid_constant__ RuleBackwardParams p,
                    const __grid_constant__ AdjointArguments x) {
   extern __shared__ float4 memory[];

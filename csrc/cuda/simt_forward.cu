@@ -27,11 +27,9 @@ int columns_of_tile(const RuleParams& p, int64_t runs) {
     return runs * p.value_heads * ((p.dim_v + columns - 1) / columns);
   };
   const int64_t shared = shared_memory(), wanted = processors();
-  if (p.dim_v > 32 && ScanTraits<64>::shared_bytes(p.dim_k) <= shared &&
-      blocks(64) >= wanted)
+  if (p.dim_v > 32 && ScanTraits<64>::shared_bytes(p.dim_k) <= shared && blocks(64) >= wanted)
     return 64;
-  if (p.dim_v > 16 && ScanTraits<32>::shared_bytes(p.dim_k) <= shared &&
-      blocks(32) >= wanted)
+  if (p.dim_v > 16 && ScanTraits<32>::shared_bytes(p.dim_k) <= shared && blocks(32) >= wanted)
     return 32;
   return 16;
 }

@@ -61,11 +61,11 @@ struct GradientTraits {
   struct Shared {
     Prepared prepared;
     PreparedGradient gradient;
-    float N[kStrip][kPitch];      // new values; at the end: W of one chunk
-    float X[kStrip][kPitch];      // diag(e) K S
-    float grad[kChunk][kPitch];   // dO
-    float Z[kChunk][kPitch];      // dN, then Z
-    float value[kChunk][kPitch];  // V
+    float N[kStrip][kPitch];                 // new values; at the end: W of one chunk
+    float X[kStrip][kPitch];                 // diag(e) K S
+    float grad[kChunk][kPitch];              // dO
+    float Z[kChunk][kPitch];                 // dN, then Z
+    float value[kChunk][kPitch];             // V
     float ON[kStripChunks][kChunk][kChunk];  // dO N^T, then A with norms
     float ZN[kStripChunks][kChunk][kChunk];  // Z N^T, then X + X^T with norms
     float past[kStrip], future[kStrip];      // (21b), (21c)
@@ -81,8 +81,7 @@ struct GradientTraits {
   }
   static int64_t shared_bytes(int dim_k) {
     return int64_t(sizeof(Shared)) +
-           int64_t(sizeof(float)) *
-               (2 * int64_t(state_floats(dim_k)) + kChunk * row_pitch(dim_k));
+           int64_t(sizeof(float)) * (2 * int64_t(state_floats(dim_k)) + kChunk * row_pitch(dim_k));
   }
 };
 
@@ -231,8 +230,7 @@ class GradientBlock {
     for (int i = 0; i < kChunk; ++i) {
       n[i] = 0.f;
       if (i < first || i >= end) continue;
-      float sum =
-          f.value[i] * (shared_.value[i][thread_] - shared_.X[c * kChunk + i][thread_]);
+      float sum = f.value[i] * (shared_.value[i][thread_] - shared_.X[c * kChunk + i][thread_]);
 #pragma unroll
       for (int m = 0; m < i; ++m) sum = fmaf(-f.L[i][m], n[m], sum);
       n[i] = sum;
@@ -256,8 +254,7 @@ class GradientBlock {
       store_tile(S, sum);
     }
   }
-  static __device__ __forceinline__ void load_scaled(const float* S, float keep,
-                                                     float4 (&sum)[4]) {
+  static __device__ __forceinline__ void load_scaled(const float* S, float keep, float4 (&sum)[4]) {
 #pragma unroll
     for (int r = 0; r < 4; ++r)
       sum[r] = scaled(keep, *reinterpret_cast<const float4*>(S + r * kPitch));
@@ -426,16 +423,13 @@ class GradientBlock {
   __device__ __forceinline__ int64_t row_of(int c, int i) const {
     return ((batch_ * p_.tokens + first_of(c) + i) * p_.value_heads + head_) * p_.dim_k;
   }
-  __device__ __forceinline__ void add(float* to, float x) const {
-    *to = tile_ == 0 ? x : *to + x;
-  }
+  __device__ __forceinline__ void add(float* to, float x) const { *to = tile_ == 0 ? x : *to + x; }
 
   // (14)
   __device__ __forceinline__ void update_adjoint(int c, int first, int end) {
     const Prepared& f = shared_.prepared;
-    const int64_t q =
-        batch_ * p_.query.stride[0] + first_of(c) * p_.query.stride[1] +
-        key_head_ * p_.query.stride[2];
+    const int64_t q = batch_ * p_.query.stride[0] + first_of(c) * p_.query.stride[1] +
+                      key_head_ * p_.query.stride[2];
     for (int e = thread_; e < padded_rows(p_.dim_k) / 4 * kQuads; e += kThreads) {
       const int row = e / kQuads * 4, column = e % kQuads * 4;
       float* const dS = dS_ + row * kPitch + column;
@@ -511,16 +505,15 @@ class GradientBlock {
         }
         const auto& x = p_.d_g;
         if (x.data)
-          store_float(x.data, x.dtype,
-                      batch_ * x.stride[0] + t * x.stride[1] + head_ * x.stride[2], float(d));
+          store_float(x.data, x.dtype, batch_ * x.stride[0] + t * x.stride[1] + head_ * x.stride[2],
+                      float(d));
       }
       if (p_.d_beta.data) {
         float d = shared_.d_beta[c * kChunk + thread_];
         for (int j = 0; j < thread_; ++j)
           d = fmaf(-shared_.gradient.KK[thread_][j], shared_.ZN[c][thread_][j], d);
         const auto& x = p_.d_beta;
-        store_float(x.data, x.dtype,
-                    batch_ * x.stride[0] + t * x.stride[1] + head_ * x.stride[2],
+        store_float(x.data, x.dtype, batch_ * x.stride[0] + t * x.stride[1] + head_ * x.stride[2],
                     raw_beta_gradient(p_, batch_, t, head_, d));
       }
     }
@@ -602,8 +595,8 @@ class GradientBlock {
 };
 
 template <int kColumns>
-__global__ void
-__launch_bounds__(GradientTraits<kColumns>::kThreads, GradientTraits<kColumns>::kMinBlocks)
+__global__ void __launch_bounds__(GradientTraits<kColumns>::kThreads,
+                                  GradientTraits<kColumns>::kMinBlocks)
     gradient_kernel(const __grid_constant__ RuleBackwardParams p,
                     const __grid_constant__ GradientArguments x) {
   extern __shared__ float4 memory[];

@@ -29,7 +29,7 @@ struct PrepareArguments {
   Prepared* out;               // [chunks, HV]
   PreparedGradient* gradient;  // [chunks, HV]  null: not wanted
   ChunkTable table;
-  int parts;  // chunks of an entry of the table
+  int parts;                    // chunks of an entry of the table
   bool query_quads, key_quads;  // what quads_along says
 };
 
@@ -182,8 +182,8 @@ __global__ void __launch_bounds__(PrepareTraits::kThreads, PrepareTraits::kMinBl
       // Only masked differences go through exp: for j > i they can be huge.
       float l = 0.f, score = 0.f, D = 0.f, similarity = 0.f;
       if (j <= i && i < chunk.count && j >= shared.first[h][i]) {
-        D = shared.k_norm[j] * exp_of_sum(shared.high[h][i] - shared.high[h][j],
-                                          shared.low[h][i] - shared.low[h][j]);
+        D = shared.k_norm[j] *
+            exp_of_sum(shared.high[h][i] - shared.high[h][j], shared.low[h][i] - shared.low[h][j]);
         if (j < i) {
           l = shared.beta[h][i] * shared.k_norm[i] * (kk * D);
           similarity = shared.k_norm[i] * (kk * D);

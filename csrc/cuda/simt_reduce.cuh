@@ -3,9 +3,9 @@
 // The sums that end the backward pass, in one fixed order each: docs/algorithm.md, equations (25),
 // (26) and (27).
 //
-//   d_row = r (sum over the value heads of a key head)      r = 1 / |row|, where rows are normalized
-//   d_row <- d_row - row r^2 (row . d_row)                  (25)
-//   dA_log = sum_t dg g,   d dt_bias = sum_t da
+//   d_row = r (sum over the value heads of a key head)      r = 1 / |row|, where rows are
+//   normalized d_row <- d_row - row r^2 (row . d_row)                  (25) dA_log = sum_t dg g, d
+//   dt_bias = sum_t da
 //
 // Work split:  reduce_rows_kernel: one block = one (strip, key head), a warp for a token. Blocks of
 //              strips that the table has too many clear the tail of a packed call.
@@ -25,9 +25,9 @@
 namespace deltanet::cuda::simt {
 
 struct ReduceArguments {
-  ChunkTable table;                // of strips
-  const float *d_query, *d_key;    // [B * T, HV, K], of gradient_kernel
-  const double* gate_sums;         // [strips, HV, 2]
+  ChunkTable table;              // of strips
+  const float *d_query, *d_key;  // [B * T, HV, K], of gradient_kernel
+  const double* gate_sums;       // [strips, HV, 2]
   int64_t strips;
 };
 

@@ -37,8 +37,8 @@ struct ScanArguments {
   int parts;       // chunks of an entry of the table
   int64_t chunks;  // how many there is room for
   // Backward pass: blocks run segments, from these states, and leave the state before each strip.
-  View<4> segment_states;        // [B * (T / kSegmentTokens), HV, K, V]
-  MutableView<4> strip_states;   // [strips, HV, K, V]; absent: whole sequences
+  View<4> segment_states;       // [B * (T / kSegmentTokens), HV, K, V]
+  MutableView<4> strip_states;  // [strips, HV, K, V]; absent: whole sequences
   bool query_quads, key_quads, value_quads, output_quads, initial_quads, final_quads, saved_quads,
       segment_quads;
 };
@@ -93,7 +93,8 @@ class ScanBlock {
     state_.load(p_.initial_state, n_, head_, x_.initial_quads, p_.initial_state_is_identity);
     const Sequence s = sequence_at(p_, n_);
     run_chunks(s, s.begin, s.end, [&](int64_t t) {
-      if (p_.saved_states.data && t > s.begin && unsigned(t - s.begin) % unsigned(kSegmentTokens) == 0)
+      if (p_.saved_states.data && t > s.begin &&
+          unsigned(t - s.begin) % unsigned(kSegmentTokens) == 0)
         state_.store(p_.saved_states, p_.saved_state(s.batch, t), head_, x_.saved_quads);
     });
     __syncthreads();  // S is complete
@@ -226,7 +227,8 @@ class ScanBlock {
   // Equation (7), 4 rows x 4 columns at a time.
   __device__ __forceinline__ void update_state(int first, int end) {
     const float keep = shared_.prepared.keep[first];
-    for (int tile = thread_; tile < padded_rows(p_.dim_k) / 4 * Traits::kColumnQuads; tile += Traits::kThreads) {
+    for (int tile = thread_; tile < padded_rows(p_.dim_k) / 4 * Traits::kColumnQuads;
+         tile += Traits::kThreads) {
       const int row = tile / Traits::kColumnQuads * 4, c = tile % Traits::kColumnQuads * 4;
       float* S = state_.S + row * kColumns + c;
       float4 sum[4];

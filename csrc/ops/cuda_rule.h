@@ -14,8 +14,8 @@ namespace deltanet::ops {
 
 // float64 runs on the CPU alone: Python says so first, in the same words.
 inline cuda::RuleParams check_tokens(const char* op, const Tensor& key, const Tensor& value,
-                              const OptionalTensor& g, const OptionalTensor& beta,
-                              const OptionalTensor& cu_seqlens) {
+                                     const OptionalTensor& g, const OptionalTensor& beta,
+                                     const OptionalTensor& cu_seqlens) {
   cuda::RuleParams p;
   static_cast<GatedDeltaRuleParams&>(p) =
       check_keys_and_values(op, check_device, key, value, g, beta);
@@ -34,7 +34,7 @@ inline cuda::RuleParams check_tokens(const char* op, const Tensor& key, const Te
 }
 
 inline Tensor new_state(const Tensor& like, int64_t sequences, int64_t heads, int64_t rows,
-                 int64_t columns) {
+                        int64_t columns) {
   const int64_t sizes[] = {sequences, heads, rows, columns};
   return torch::stable::new_empty(like, {sizes, 4}, ScalarType::Float);
 }

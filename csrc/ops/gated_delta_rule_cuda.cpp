@@ -75,9 +75,9 @@ std::tuple<Tensor, Tensor, Tensor> chunk_gated_delta_rule_forward_saving(
     OptionalTensor dt_bias, double scale, bool output_final_state, bool use_qk_l2norm,
     bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, bool state_v_first) {
   return gated_delta_rule_saving("chunk_gated_delta_rule", true,
-                          {query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias,
-                           scale, output_final_state, use_qk_l2norm, use_gate, use_beta_sigmoid,
-                           allow_neg_eigval, state_v_first});
+                                 {query, key, value, g, beta, initial_state, cu_seqlens, A_log,
+                                  dt_bias, scale, output_final_state, use_qk_l2norm, use_gate,
+                                  use_beta_sigmoid, allow_neg_eigval, state_v_first});
 }
 
 std::tuple<Tensor, Tensor> recurrent_gated_delta_rule_forward(
@@ -97,9 +97,9 @@ std::tuple<Tensor, Tensor, Tensor> recurrent_gated_delta_rule_forward_saving(
     OptionalTensor dt_bias, double scale, bool output_final_state, bool use_qk_l2norm,
     bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, bool state_v_first) {
   return gated_delta_rule_saving("recurrent_gated_delta_rule", false,
-                          {query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias,
-                           scale, output_final_state, use_qk_l2norm, use_gate, use_beta_sigmoid,
-                           allow_neg_eigval, state_v_first});
+                                 {query, key, value, g, beta, initial_state, cu_seqlens, A_log,
+                                  dt_bias, scale, output_final_state, use_qk_l2norm, use_gate,
+                                  use_beta_sigmoid, allow_neg_eigval, state_v_first});
 }
 
 // Equation (8) by running the rule twice: from the zero state it gives U, from I and with v = 0 it
