@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -200,6 +200,89 @@ def test_compiled_model(calls):
         calls.clear()
         assert torch.equal(compiled(ids, use_cache=False).logits, want)
         assert not calls
+
+
+class Logits(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(ids, use_cache=False).logits
+
+
+LENGTHS = (70, 33, 51, 20)
+OPERATORS = {"chunk_gated_delta_rule_forward", "causal_conv1d_forward", "gated_rms_norm_forward"}
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.fixture
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_compiled_model_takes_any_length():
+    model = build("qwen3_5")
+    compiled = torch.compile(Logits(model), fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad(), switch.enabled():
+        for length in LENGTHS:
+            ids = IDS[:1, :length]
+            want = model(ids, use_cache=False).logits
+            torch.testing.assert_close(compiled(ids), want, rtol=1e-4, atol=1e-4)
+            if length == LENGTHS[1]:
+                traced = graphs()
+    assert graphs() == traced  # none for the lengths after the second
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_compiled_training_takes_any_length():
+    model = build("qwen3_5").train()
+
+    def loss(ids: torch.Tensor) -> torch.Tensor:
+        return model(ids, labels=ids, use_cache=False).loss
+
+    def gradients(function: Callable, ids: torch.Tensor) -> list[torch.Tensor]:
+        model.zero_grad()
+        function(ids).backward()
+        return [weight.grad.clone() for weight in model.parameters()]
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    with switch.enabled():
+        for length in LENGTHS:
+            ids = IDS[:1, :length]
+            got, want = gradients(compiled, ids), gradients(loss, ids)
+            for ours, theirs in zip(got, want, strict=True):
+                assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
+            if length == LENGTHS[1]:
+                traced = graphs()
+    assert graphs() == traced
+
+
+@pytest.mark.slow
+def test_exported_model_keeps_the_operators():
+    model = build("qwen3_5")
+    length = torch.export.Dim("length", min=2, max=512)
+    with torch.no_grad(), switch.enabled():
+        exported = torch.export.export(
+            Logits(model), (IDS[:1],), dynamic_shapes=({1: length},), strict=False
+        )
+        wants = [model(IDS[:1, :n], use_cache=False).logits for n in LENGTHS]
+    targets = [str(node.target) for node in exported.graph.nodes]
+    assert {
+        target.split(".")[1] for target in targets if target.startswith("deltanet_ext.")
+    } == OPERATORS
+    run = exported.module()  # switched off by now: the graph holds the operators themselves
+    for n, want in zip(LENGTHS, wants, strict=True):
+        torch.testing.assert_close(run(IDS[:1, :n]), want, rtol=1e-4, atol=1e-4)
 
 
 # -- packed sequences ----------------------------------------------------------------------------
