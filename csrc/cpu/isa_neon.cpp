@@ -12,6 +12,10 @@ namespace deltanet::cpu::neon {
 #include "cpu/chunk_backward.inl.h"
 #include "cpu/recurrent_forward.inl.h"
 #include "cpu/triangular_inverse.inl.h"
+#include "cpu/silu.inl.h"
+#include "cpu/causal_conv1d.inl.h"
+#include "cpu/causal_conv1d_backward.inl.h"
+#include "cpu/gated_rms_norm.inl.h"
 #include "cpu/kernel_table.inl.h"
 
 const Kernels kernels_f32 = make_kernels<Neon>();

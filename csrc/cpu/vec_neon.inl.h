@@ -62,6 +62,15 @@ struct Neon {
   }
   static DELTANET_INLINE V exp_of_sum(V hi, V lo) { return exp_of_sum_by_polynomial<Neon>(hi, lo); }
 
+  static DELTANET_INLINE V div(V a, V b) { return vdivq_f32(a, b); }
+  static constexpr float kLeastSilu = -87;  // exp(87) is still finite
+  // x * 2^n, where n stands in the low bits of y (vec_math.inl.h)
+  static DELTANET_INLINE V add_to_exponent(V x, V y) {
+    const int32x4_t n = vshlq_n_s32(vreinterpretq_s32_f32(y), 23);
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(x), n));
+  }
+  static DELTANET_INLINE V one_plus_exp(V x) { return one_plus_exp_by_polynomial<Neon>(x); }
+
   static DELTANET_INLINE V load_bf16(const uint16_t* p) {
     return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));
   }

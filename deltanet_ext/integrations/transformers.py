@@ -82,6 +82,7 @@ _reasons_logged: set[str] = set()
 # Read by every wrapper: a wrapper that somebody copied while it was in place calls the original
 # again after disable(). True while enable() holds or a block of enabled() runs, in any thread.
 _active = False
+_whole_layer = True  # the convolution and the norm too
 _enabled_explicitly = False
 _blocks: set[object] = set()
 
@@ -305,7 +306,7 @@ def _replace(module: ModuleType, owner: ModuleType | type, name: str, ours: Any)
 
 def _switch(module: ModuleType) -> None:
     layers = _layers_with_attributes(module)
-    _layer.switch(module, lambda: _active, functions=not layers)
+    _layer.switch(module, lambda: _active and _whole_layer, functions=not layers)
     for layer in layers:
         for name in _ATTRIBUTES:
             if not isinstance(layer.__dict__.get(name), property):
@@ -406,11 +407,11 @@ def report() -> Report:
         return Report(True, _installed_version(), functions, _backends(), _left())
 
 
-def _switch_on() -> Report:
-    global _active
+def _switch_on(layer: bool) -> Report:
+    global _active, _whole_layer
     ops.build_info()  # says how to build when the compiled library is missing
     _check_version()
-    _active = True
+    _active, _whole_layer = True, layer
     if _hook not in sys.meta_path:
         sys.meta_path.insert(0, _hook)
     for name, module in list(sys.modules.items()):
@@ -430,7 +431,7 @@ def _switch_off() -> None:
     _layer.undo()
 
 
-def enable(*, quiet: bool = False) -> Report:
+def enable(*, quiet: bool = False, layer: bool = True) -> Report:
     """Switch every Gated DeltaNet model of transformers in this process to this package.
 
     Models built before and after the call are switched, and those of modeling files that are
@@ -438,6 +439,8 @@ def enable(*, quiet: bool = False) -> Report:
 
     Args:
         quiet: do not print the report.
+        layer: switch the short convolution and the gated norm too, which round once where those of
+            transformers round several times in bf16 and fp16. The last call decides.
 
     Returns:
         What is switched, what serves it on which device, and what was left. `report()` asks again.
@@ -447,7 +450,7 @@ def enable(*, quiet: bool = False) -> Report:
     """
     global _enabled_explicitly
     with _lock:
-        switched = _switch_on()
+        switched = _switch_on(layer)
         _enabled_explicitly = True
     if not quiet:
         print(switched)
@@ -465,12 +468,12 @@ def disable() -> None:
 
 
 @contextlib.contextmanager
-def enabled() -> Iterator[Report]:
+def enabled(*, layer: bool = True) -> Iterator[Report]:
     """`enable()` for the length of a block. Blocks may nest and overlap, in several threads too:
     the last one to end switches back, unless `enable()` was called."""
     block = object()
     with _lock:
-        switched = _switch_on()
+        switched = _switch_on(layer)
         _blocks.add(block)
     try:
         yield switched
