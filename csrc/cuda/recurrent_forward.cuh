@@ -55,6 +55,18 @@ struct RecurrentTraits {
   };
 };
 
+// The state moves once per call: its quads, which are many, share the code for every dtype and
+// edge. With that code inlined at each quad the kernels are twice as large.
+__device__ __noinline__ inline float4 load_state_quad(const void* data, DType dtype, int64_t at,
+                                                      int64_t stride, int count, bool quads) {
+  return load_quad(data, dtype, at, stride, count, quads);
+}
+__device__ __noinline__ inline void store_state_quad(void* data, DType dtype, int64_t at,
+                                                     int64_t stride, int count, bool quads,
+                                                     float4 x) {
+  store_quad(data, dtype, at, stride, count, quads, x);
+}
+
 // Sum over the lanes with the same column quad.
 __device__ __forceinline__ float sum_over_row_groups(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 8);
@@ -147,7 +159,7 @@ class RecurrentBlock {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           if (j >= columns_) continue;
-          const float4 e = load_quad(x.data, x.dtype, at + j * x.stride[3], 1, rows, true);
+          const float4 e = load_state_quad(x.data, x.dtype, at + j * x.stride[3], 1, rows, true);
           S_[piece][0][j] = e.x, S_[piece][1][j] = e.y, S_[piece][2][j] = e.z,
           S_[piece][3][j] = e.w;
         }
@@ -155,8 +167,8 @@ class RecurrentBlock {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           if (i >= rows) continue;
-          const float4 e = load_quad(x.data, x.dtype, at + i * x.stride[2], x.stride[3], columns_,
-                                     quads_.initial_state == 1);
+          const float4 e = load_state_quad(x.data, x.dtype, at + i * x.stride[2], x.stride[3],
+                                           columns_, quads_.initial_state == 1);
           S_[piece][i][0] = e.x, S_[piece][i][1] = e.y, S_[piece][i][2] = e.z,
           S_[piece][i][3] = e.w;
         }
@@ -177,14 +189,14 @@ class RecurrentBlock {
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           if (j < columns_)
-            store_quad(x.data, x.dtype, at + j * x.stride[3], 1, rows, true,
-                       make_float4(e[0][j], e[1][j], e[2][j], e[3][j]));
+            store_state_quad(x.data, x.dtype, at + j * x.stride[3], 1, rows, true,
+                             make_float4(e[0][j], e[1][j], e[2][j], e[3][j]));
       } else {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           if (i < rows)
-            store_quad(x.data, x.dtype, at + i * x.stride[2], x.stride[3], columns_, quads == 1,
-                       make_float4(e[i][0], e[i][1], e[i][2], e[i][3]));
+            store_state_quad(x.data, x.dtype, at + i * x.stride[2], x.stride[3], columns_,
+                             quads == 1, make_float4(e[i][0], e[i][1], e[i][2], e[i][3]));
       }
     }
   }

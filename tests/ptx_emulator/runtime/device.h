@@ -115,24 +115,25 @@ int device_printf(const char* format, const uint8_t* arguments);
 [[noreturn]] void bad_shared_access(Thread*, int site, uint64_t offset, uint32_t size);
 [[noreturn]] void misaligned_access(Thread*, int site, uint64_t address, uint32_t size,
                                     bool shared);
+// What an access goes through that is misaligned, outside shared memory, or watched.
+void check_shared(Thread*, int site, uint32_t offset, uint32_t size, Access);
+void check_generic(Thread*, int site, uint64_t address, uint32_t size, Access);
 
 // Set while any check or the counters want to see every access.
 extern bool watching;
-void watch_shared(Thread*, int site, uint32_t offset, uint32_t size, Access);
-void watch_generic(Thread*, int site, uint64_t address, uint32_t size, Access);
 
 // ---- accesses ----
 
-inline uint8_t* shared_at(Thread* c, uint64_t offset, uint32_t size, int site, Access access) {
-  offset = uint32_t(offset);
-  if (__builtin_expect(offset + size > c->shared_size, 0)) bad_shared_access(c, site, offset, size);
-  if (__builtin_expect(offset & (size - 1), 0)) misaligned_access(c, site, offset, size, true);
-  if (watching) watch_shared(c, site, uint32_t(offset), size, access);
+// One branch and one call for all that may be wrong: there are thousands of accesses to compile.
+inline uint8_t* shared_at(Thread* c, uint32_t offset, uint32_t size, int site, Access access) {
+  const bool check =
+      (uint64_t(offset) + size > c->shared_size) | ((offset & (size - 1)) != 0) | watching;
+  if (__builtin_expect(check, 0)) check_shared(c, site, offset, size, access);
   return c->shared + offset;
 }
 inline uint8_t* generic_at(Thread* c, uint64_t address, uint32_t size, int site, Access access) {
-  if (__builtin_expect(address & (size - 1), 0)) misaligned_access(c, site, address, size, false);
-  if (watching) watch_generic(c, site, address, size, access);
+  const bool check = ((address & (size - 1)) != 0) | watching;
+  if (__builtin_expect(check, 0)) check_generic(c, site, address, size, access);
   return reinterpret_cast<uint8_t*>(address);
 }
 template <class T>

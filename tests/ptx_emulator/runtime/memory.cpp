@@ -431,7 +431,7 @@ static bool reads_padding(const Thread* t, int site) {
   return false;
 }
 
-void watch_shared(Thread* t, int site, uint32_t offset, uint32_t size, Access access) {
+static void watch_shared(Thread* t, int site, uint32_t offset, uint32_t size, Access access) {
   const Settings& s = settings();
   Worker* w = t->block->worker;
   const Kind kind = kind_of(access);
@@ -531,7 +531,7 @@ static void watch_global(Thread* t, int site, uint64_t address, uint32_t size, A
   }
 }
 
-void watch_generic(Thread* t, int site, uint64_t address, uint32_t size, Access access) {
+static void watch_generic(Thread* t, int site, uint64_t address, uint32_t size, Access access) {
   const uint64_t shared = reinterpret_cast<uint64_t>(t->shared);
   if (address - shared < t->shared_size) {
     if (address - shared + size > t->shared_size)
@@ -544,6 +544,17 @@ void watch_generic(Thread* t, int site, uint64_t address, uint32_t size, Access 
                kind.reads && kind.writes ? kAtomicGlobal
                : kind.writes             ? kToGlobal
                                          : kFromGlobal);
+}
+
+void check_shared(Thread* t, int site, uint32_t offset, uint32_t size, Access access) {
+  if (uint64_t(offset) + size > t->shared_size) bad_shared_access(t, site, offset, size);
+  if (offset & (size - 1)) misaligned_access(t, site, offset, size, true);
+  if (watching) watch_shared(t, site, offset, size, access);
+}
+
+void check_generic(Thread* t, int site, uint64_t address, uint32_t size, Access access) {
+  if (address & (size - 1)) misaligned_access(t, site, address, size, false);
+  if (watching) watch_generic(t, site, address, size, access);
 }
 
 // ---- cp.async ----

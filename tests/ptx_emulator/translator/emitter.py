@@ -127,7 +127,14 @@ class FunctionEmitter:
             )
         if ptx_type == "f64":
             return f"as_double({text})"
+        if kind == "register" and self.kept_as(operand) == cpp_type(ptx_type):
+            return text  # a cast would change nothing, and there are millions for g++ to read
         return f"({cpp_type(ptx_type)}){text}"
+
+    def kept_as(self, operand: str) -> str | None:
+        """The C++ type of a declared register."""
+        found = self.lookup(operand)
+        return unsigned(SIZE[found[2]]) if found and found[0] == "register" else None
 
     def assign(self, operand: str, ptx_type: str, expression: str) -> str:
         """The statement that writes an expression of a PTX type to a register.
@@ -147,6 +154,8 @@ class FunctionEmitter:
             return f"{name} = float_bits({expression});"
         if ptx_type == "f64":
             return f"{name} = double_bits({expression});"
+        if SIZE[register] == SIZE[ptx_type]:
+            return f"{name} = {expression};"
         wide = ("int" if ptx_type[0] == "s" else "uint") + f"{8 * SIZE[register]}_t"
         return f"{name} = ({wide})({cpp_type(ptx_type)})({expression});"
 
