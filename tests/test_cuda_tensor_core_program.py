@@ -86,7 +86,7 @@ BUGS = {
         "later) + 1 : C",
         WRONG,
     ),
-    "windows_not_masked": (SCAN, "if (windows) mask_tokens(x, first, last);", "", WRONG),
+    "windows_not_masked": (SCAN, "if (gates.windows) mask_tokens(x, first, end_of_window(gates.windows, first));", "", WRONG),
     "two_terms_of_T": (SCAN, "term + plane < kKept", "term + plane < kKept - 1", WRONG),
     "state_decays_twice": (
         SCAN,
