@@ -54,7 +54,9 @@ def blocks_of(listing: str) -> tuple[list[Block], dict[str, int]]:
                 block.targets.append(target[1])
             if branches or END.search(text):
                 # Under a predicate, or only for lanes that diverged, or to come back.
-                conditional = text.startswith("@") or re.search(r"(BRA|EXIT)\S* !?U?P\d|\.DIV|CALL", text)
+                conditional = text.startswith("@") or re.search(
+                    r"(BRA|EXIT)\S* !?U?P\d|\.DIV|CALL", text
+                )
                 block.falls_through = bool(conditional)
                 blocks.append(Block())
     return blocks, labels
