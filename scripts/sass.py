@@ -77,17 +77,29 @@ def looped(listing: str) -> list[str]:
     return found
 
 
-def spills_in_loops(cubin: Path) -> dict[str, int]:
-    """Kernel (mangled) -> loads and stores of local memory inside its loops."""
+@dataclass(frozen=True)
+class KernelCode:
+    """What a cubin says of one kernel."""
+
+    threads: int | None  # of __launch_bounds__
+    spills_in_loops: int  # loads and stores of local memory
+
+
+def kernels_of(cubin: Path) -> dict[str, KernelCode]:
+    """Every kernel of a cubin, by its mangled name."""
     nvdisasm = find_nvdisasm()
     if nvdisasm is None:
-        raise FileNotFoundError("nvdisasm: pip install nvidia-cuda-nvdisasm")
+        raise FileNotFoundError("nvdisasm is not here: pip install nvidia-cuda-nvdisasm")
     text = subprocess.run([nvdisasm, cubin], capture_output=True, text=True, check=True).stdout
-    sections = re.split(r"^\t?\.section\t(\S+?),.*$", text, flags=re.M)[1:]
-    return {
-        name.removeprefix(".text."): sum(
-            bool(re.search(r"\b(STL|LDL)\b", code)) for code in looped(listing)
-        )
-        for name, listing in zip(sections[::2], sections[1::2], strict=True)
-        if name.startswith(".text.")
-    }
+    parts = re.split(r"^\t?\.section\t(\S+?),.*$", text, flags=re.M)[1:]
+    sections = dict(zip(parts[::2], parts[1::2], strict=True))
+    found = {}
+    for section, listing in sections.items():
+        if not section.startswith(".text."):
+            continue
+        name = section.removeprefix(".text.")
+        info = sections.get(f".nv.info.{name}", "")
+        threads = re.search(r"EIATTR_MAX_THREADS.*?\.word\s+(0x[0-9a-f]+)", info, re.S)
+        spills = sum(bool(re.search(r"\b(STL|LDL)\b", code)) for code in looped(listing))
+        found[name] = KernelCode(int(threads[1], 16) if threads else None, spills)
+    return found
