@@ -27,8 +27,8 @@ import sass
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "cuda_resources.md"
 ARCHITECTURES = ("80", "90")
-# Of a multiprocessor: registers, shared memory in KB (each block takes 1 KB more), threads.
-REGISTERS, SHARED_KB, THREADS = 65536, {"80": 164, "90": 228}, 2048
+# Of a multiprocessor: registers, shared memory in KB (each block takes 1 KB more), threads, blocks.
+REGISTERS, SHARED_KB, THREADS, MOST_BLOCKS = 65536, {"80": 164, "90": 228}, 2048, 32
 SMALL_KB = 99  # what sm_86, 89 and 120 give a block
 
 sys.path.insert(0, str(ROOT / "tests" / "ptx_emulator"))
@@ -40,6 +40,7 @@ DYNAMIC = """
 #include "cuda/simt_prepare.cuh"
 #include "cuda/simt_scan.cuh"
 #include "cuda/tensor_core/scan_output.cuh"
+#include "cuda/triangular_inverse.cu"
 using namespace deltanet::cuda;
 using namespace deltanet::cuda::tensor_core;
 #define SHOW(E, K, P) \\
@@ -48,12 +49,15 @@ using namespace deltanet::cuda::tensor_core;
               int(tensor_core::ScanTraits<E, K, P>::shared_bytes(4)));
 #define SIMT(C) std::printf("simt_forward/scan_kernel<" #C "> %d\\n", \\
                             int(simt::ScanTraits<C>::shared_bytes(128)));
+#define INVERSE(N) std::printf("triangular_inverse/triangular_inverse_kernel<" #N "> %d\\n", \\
+                               int(sizeof(InverseTraits<N>::Shared)));
 int main() {
   SHOW(bf16, 64, Precision::kExact) SHOW(bf16, 64, Precision::kFast)
   SHOW(bf16, 128, Precision::kExact) SHOW(bf16, 128, Precision::kFast)
   SHOW(fp16, 64, Precision::kExact) SHOW(fp16, 64, Precision::kFast)
   SHOW(fp16, 128, Precision::kExact) SHOW(fp16, 128, Precision::kFast)
   SIMT(16) SIMT(32) SIMT(64)
+  INVERSE(16) INVERSE(32) INVERSE(64) INVERSE(128)
   std::printf("simt_forward/prepare_kernel %d\\n", int(simt::PrepareTraits::shared_bytes(128)));
 }
 """
@@ -113,7 +117,7 @@ def short_name(mangled: str) -> str:
 def blocks_at_once(arch: str, threads: int, registers: int, shared: int) -> int:
     by_shared = (SHARED_KB[arch] << 10) // (shared + 1024)
     by_registers = REGISTERS // (threads * ((registers + 7) // 8 * 8))
-    return min(by_shared, by_registers, THREADS // threads)
+    return min(by_shared, by_registers, THREADS // threads, MOST_BLOCKS)
 
 
 def rows_of(source: Path, arch: str, dynamic: dict[str, int]) -> list[str]:
@@ -149,7 +153,7 @@ def rows_of(source: Path, arch: str, dynamic: dict[str, int]) -> list[str]:
                 blocks_at_once(arch, threads, registers, shared),
             )
             rows.append(f"| {' | '.join(map(str, cells))} |")
-    return sorted(rows)
+    return sorted(set(rows))  # instances that differ in a dtype alone may occupy the same
 
 
 def forward_sources() -> list[Path]:
@@ -168,13 +172,14 @@ def page(sources: list[Path]) -> str:
     table = "\n".join(rows(sources))
     return f"""# What the CUDA kernels of the forward pass occupy
 
-Written by `scripts/cuda_resources.py` with nvcc {release()}. Spills: bytes that a thread stores, and
-in how many instructions inside a loop; tests/test_cuda_resources.py keeps the loop over the chunks
-free of them. Shared memory: static and dynamic bytes, at K = 128, of the chunk pass with 64 columns
-of V. Blocks: how many fit on one multiprocessor of an A100 (sm_80) or an H100 (sm_90).
+Written by `scripts/cuda_resources.py` with nvcc {release()}. Spills: bytes that a thread stores,
+and how many instructions of loops spill; tests/test_cuda_resources.py keeps `scan_output`, the
+loop over the chunks, free of them. Shared memory: static and dynamic bytes, at K = 128, of the
+chunk pass with 64 columns of V. Blocks: how many fit on one multiprocessor of an A100 (sm_80) or
+an H100 (sm_90).
 
-Devices of sm_86, 89 and 120 give a block {SMALL_KB} KB ({SMALL_KB << 10} bytes): every kernel fits,
-and the fp32 scan takes a narrower tile of V where its wide one does not.
+Devices of sm_86, 89 and 120 give a block {SMALL_KB} KB ({SMALL_KB << 10} bytes): all of these fit.
+With K = 256 the fp32 scan takes a narrower tile of V there.
 
 | file | kernel | for | threads | registers | spills | in loops | shared | blocks |
 |---|---|---|--:|--:|--:|--:|--:|--:|

@@ -83,7 +83,7 @@ struct ScanTraits {
   static constexpr int kTokenTiles = kChunk / 16, kKTiles = kK / 16;
   static constexpr bool kScaled = std::is_same_v<Element, fp16>;
   // With 4 warps, two blocks per multiprocessor. K = 128 has no more by its shared memory; K = 64
-  // could have three or four, but below 216 registers every instance spills inside the chunk loop.
+  // could have three or four, but with 192 registers every instance still spills in the chunk loop.
   // ptxas is erratic: scripts/cuda_resources.py looks at what it made of this.
   static constexpr int kMaxRegisters = kK == 128 && !kScaled && !kExact ? 240 : 255;
   using Tile = SwizzledTile<kK * 2>;
