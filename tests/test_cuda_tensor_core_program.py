@@ -70,8 +70,15 @@ BUGS = {
         SCAN,
         "cp_async_wait<1>();\n      __syncthreads();  // k, q, gates are here",
         "cp_async_wait<1>();  // k, q, gates are here",
+        UNWRITTEN,
+    ),
+    "work_read_before_it_is_known": (
+        SCAN,
+        "__syncthreads();  // the block's work is known",
+        "",
         RACE,
     ),
+    "halves_of_whole_blocks": (SCAN, "            if (i == j)\n", "            if (true)\n", WRONG),
     "o_staged_over_v_too_early": (
         SCAN,
         "__syncwarp();  // every lane has read its part of v",
