@@ -174,14 +174,17 @@ def floor_bytes(heads: int, tokens: int) -> int:
     return tokens * (2 * HEADS[heads] * K * 2 + 2 * heads * V * 2 + 2 * heads * 4)
 
 
-def least_mma(heads: int, tokens: int) -> float:
+def least_mma(heads: int, tokens: int, halves: bool = False) -> float:
     """The products of a call, with operands that are rounded once, as so many m16n8k16.
 
-    Triangular factors count as their 16x16 blocks on and below the diagonal. The inverse is by
-    substitution, and counts as nothing.
+    Triangular factors count as their 16x16 blocks on and below the diagonal; with `halves` T and P
+    without the zero quarter of blocks on the diagonal. The inverse is by substitution, and counts
+    as nothing.
     """
-    lower = 16 * 16 * (CHUNK // 16) * (CHUNK // 16 + 1) // 2  # entries of T, P, K K^T, Q K^T
-    per_head = 3 * CHUNK * K * V + 2 * lower * V  # K S, Q S, the update; T X, P V'
+    side = CHUNK // 16
+    lower = 16 * 16 * side * (side + 1) // 2  # entries of T, P, K K^T, Q K^T
+    factors = lower - 8 * 8 * side * halves
+    per_head = 3 * CHUNK * K * V + 2 * factors * V  # K S, Q S, the update; T X, P V'
     per_key_head = 2 * lower * K
     operations = per_head * heads + per_key_head * HEADS[heads]
     return tokens / CHUNK * operations / (16 * 8 * 16)
@@ -390,6 +393,10 @@ def section(results: Results) -> str:
         [[what, bar, got, verdict(ok)] for what, bar, got, ok in bars(results)],
     )
     least = least_mma(MAIN, SHORT) / (SHORT / CHUNK * MAIN)
+    halved = [
+        sum(x.mma for x in launches) / least_mma(MAIN, SHORT, halves=True)
+        for launches in (results.exact[MAIN], results.fast)
+    ]
     return f"""{BEGIN}
 bf16, HK = {HEADS[MAIN]}, HV = {MAIN}, K = V = {K}, B = 1, l2norm in the kernel, no initial state,
 as at T = {LONG} on {PROCESSORS} multiprocessors; nvcc {nvcc_release()}.
@@ -400,7 +407,8 @@ Per token (bytes: distinct 32-byte sectors of each launch), and per chunk of {CH
 value head (the rest). The floor is q, k, v, g, beta read once and o written once:
 {floor / SHORT:,.0f} B per token. mma in units of m16n8k16, a m16n8k8 as half of one; the same
 products with operands that are rounded once take {least:,.0f} (triangular factors as their 16x16
-blocks, the inverse without tensor cores).
+blocks, the inverse without tensor cores). Beside a minimum that leaves out the zero quarters of
+blocks on the diagonal, as the kernels do, it is {halved[0]:.2f} x (exact) and {halved[1]:.2f} x (fast).
 
 {counts}
 
