@@ -408,7 +408,8 @@ value head (the rest). The floor is q, k, v, g, beta read once and o written onc
 {floor / SHORT:,.0f} B per token. mma in units of m16n8k16, a m16n8k8 as half of one; the same
 products with operands that are rounded once take {least:,.0f} (triangular factors as their 16x16
 blocks, the inverse without tensor cores). Beside a minimum that leaves out the zero quarters of
-blocks on the diagonal, as the kernels do, it is {halved[0]:.2f} x (exact) and {halved[1]:.2f} x (fast).
+blocks on the diagonal, as the kernels do, it is {halved[0]:.2f} x (exact) and {halved[1]:.2f} x
+(fast).
 
 {counts}
 
