@@ -68,7 +68,7 @@ class Shape:
 
     @property
     def flop(self) -> float:
-        """The floor with chunks of 64: design.md, section 5; products of keys once per key head."""
+        """The floor with chunks of 64: docs/algorithm.md; products of keys once per key head."""
         shared = 128 * self.key_heads / self.value_heads
         return self.tokens * self.value_heads * (6 * 128 * 128 + 2 * 64 * (shared + 128))
 

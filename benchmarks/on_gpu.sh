@@ -93,12 +93,12 @@ build() {
 }
 
 # The CPU is idle while the GPU works: the emulator's results are made meanwhile, from the same
-# sources on the same machine.
+# sources on the same machine. exec: who ends this ends the program, not a shell around it.
 emulate() {
-  if "$python" tests/ptx_emulator/build.py --library > "$scratch/emulator.log" 2>&1; then
-    PTX_EMULATOR_CHECKS=none nice "$python" benchmarks/gpu.py outputs --device emulated \
-      --out "$scratch/emulated.pt" >> "$scratch/emulator.log" 2>&1
-  fi
+  "$python" tests/ptx_emulator/build.py --library > "$scratch/emulator.log" 2>&1 || return
+  export PTX_EMULATOR_CHECKS=none
+  exec nice "$python" benchmarks/gpu.py outputs --device emulated --out "$scratch/emulated.pt" \
+    >> "$scratch/emulator.log" 2>&1
 }
 
 tests() {
@@ -114,6 +114,7 @@ tests() {
 
 sanitizer() {
   local tool failed=0
+  PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin # where toolkits have it
   for tool in memcheck racecheck synccheck; do
     echo "--- $tool"
     if [ "$device" = cuda ]; then

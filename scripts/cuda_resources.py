@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Registers, spills and shared memory of every CUDA kernel, as ptxas reports them: no GPU needed.
+"""Registers, spills and shared memory of the forward's CUDA kernels: no GPU needed.
 
-    cuda_resources.py [PART]   compile for sm_80 and sm_90, and write the table
-    cuda_resources.py --check  compare with the table; exit 1 if it lies
+    cuda_resources.py                compile for sm_80 and sm_90, and write docs/cuda_resources.md
+    cuda_resources.py --check PART   compile the files whose path holds PART, and compare with the
+                                     table; exit 1 if it lies
 
-PART selects files of csrc/cuda by their path: "tensor_core/" unless given, "" for all.
-The table is docs/cuda_resources.md. ptxas of another toolkit may allocate otherwise.
+Registers are ptxas's. Whether a spill lies in a loop is read from the machine code, which takes
+nvdisasm: that of the toolkit, or pip install nvidia-cuda-nvdisasm. Another toolkit may allocate
+otherwise: the page names the one that it was written with.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import os
 import re
 import subprocess
@@ -19,29 +22,43 @@ import sys
 import tempfile
 from pathlib import Path
 
+import sass
+
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "cuda_resources.md"
 ARCHITECTURES = ("80", "90")
-# Registers of a multiprocessor, shared memory of one (KB; each block takes 1 KB more), threads.
-REGISTERS, SHARED_KB, THREADS = 65536, {"80": 164, "90": 228}, 2048
+# Of a multiprocessor: registers, shared memory in KB (each block takes 1 KB more), threads, blocks.
+REGISTERS, SHARED_KB, THREADS, MOST_BLOCKS = 65536, {"80": 164, "90": 228}, 2048, 32
+SMALL_KB = 99  # what sm_86, 89 and 120 give a block
 
 sys.path.insert(0, str(ROOT / "tests" / "ptx_emulator"))
 import build  # noqa: E402
 
-# What ptxas cannot know: threads of a block, and dynamic shared memory as the launcher asks for it.
+# What ptxas cannot know: dynamic shared memory, as the launchers ask for it, at K = 128.
 DYNAMIC = """
 #include <cstdio>
+#include "cuda/simt_prepare.cuh"
+#include "cuda/simt_scan.cuh"
 #include "cuda/tensor_core/scan_output.cuh"
+#include "cuda/triangular_inverse.cu"
 using namespace deltanet::cuda;
 using namespace deltanet::cuda::tensor_core;
 #define SHOW(E, K, P) \\
-  std::printf("scan_output_" #E "_" #K "_%s %d\\n", P == Precision::kExact ? "exact" : "fast", \\
-              int(ScanTraits<E, K, P>::shared_bytes(4)));
+  std::printf("scan_output_" #E "_" #K "_%s/scan_output_kernel %d\\n", \\
+              P == Precision::kExact ? "exact" : "fast", \\
+              int(tensor_core::ScanTraits<E, K, P>::shared_bytes(4)));
+#define SIMT(C) std::printf("simt_forward/scan_kernel<" #C "> %d\\n", \\
+                            int(simt::ScanTraits<C>::shared_bytes(128)));
+#define INVERSE(N) std::printf("triangular_inverse/triangular_inverse_kernel<" #N "> %d\\n", \\
+                               int(sizeof(InverseTraits<N>::Shared)));
 int main() {
   SHOW(bf16, 64, Precision::kExact) SHOW(bf16, 64, Precision::kFast)
   SHOW(bf16, 128, Precision::kExact) SHOW(bf16, 128, Precision::kFast)
   SHOW(fp16, 64, Precision::kExact) SHOW(fp16, 64, Precision::kFast)
   SHOW(fp16, 128, Precision::kExact) SHOW(fp16, 128, Precision::kFast)
+  SIMT(16) SIMT(32) SIMT(64)
+  INVERSE(16) INVERSE(32) INVERSE(64) INVERSE(128)
+  std::printf("simt_forward/prepare_kernel %d\\n", int(simt::PrepareTraits::shared_bytes(128)));
 }
 """
 
@@ -59,94 +76,131 @@ def flags(arch: str) -> list[str]:
     ]
 
 
-def run(command: list[str]) -> str:
+def run(command: list[str | Path]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
+        raise SystemExit(f"{' '.join(map(str, command))}\n{done.stderr}")
     return done.stdout + done.stderr
 
 
+def nvcc() -> str:
+    found = build.find_nvcc()
+    if found is None:
+        raise SystemExit("cuda_resources.py: nvcc was not found (CUDA_HOME, DELTANET_NVCC or PATH)")
+    return found
+
+
+def release() -> str:
+    found = re.search(r"release (\S+),", run([nvcc(), "--version"]))
+    return found[1] if found else "?"
+
+
 def dynamic_shared() -> dict[str, int]:
+    """Bytes by file and kernel."""
     with tempfile.TemporaryDirectory() as folder:
         source, program = Path(folder) / "shared.cu", Path(folder) / "shared"
         source.write_text(DYNAMIC)
-        run([build.find_nvcc(), *flags("80"), "-O0", str(source), "-o", str(program)])
-        return {n: int(b) for n, b in (line.split() for line in run([program]).splitlines())}
+        run([nvcc(), *flags("80"), "-O0", str(source), "-o", str(program)])
+        return {n: int(b) for n, b in (line.rsplit(" ", 1) for line in run([program]).splitlines())}
 
 
-def demangle(name: str) -> str:
-    text = run(["c++filt", name]).strip()
-    text = re.sub(r"\(anonymous namespace\)::|deltanet::cuda::|tensor_core::|simt::", "", text)
-    text = re.sub(r"^void ", "", text)
-    return re.sub(r"\(.*$", "", text.replace("__nv_bfloat16", "bf16").replace("__half", "fp16"))
+def short_name(mangled: str) -> str:
+    """The kernel's name with its numbers: what else a template takes stands in the file's name."""
+    text = run(["c++filt", mangled]).strip().replace("(anonymous namespace)::", "")
+    name = re.search(r"(\w+_kernel)(?:<(.*)>)?\(", text)
+    if name is None:
+        return text
+    numbers = re.findall(r"(?<![\w])\d+(?![\w])", name[2] or "")
+    return name[1] + (f"<{', '.join(numbers)}>" if numbers else "")
 
 
-def kernels(source: Path, arch: str) -> list[tuple[str, int, int, int]]:
-    """(kernel, registers, spilled bytes, static shared bytes) of one file."""
-    found = []
-    log = run(
-        [build.find_nvcc(), *flags(arch), "-Xptxas", "-v", "-cubin", "-o", os.devnull, str(source)]
-    )
-    name, spills = "", 0
+def blocks_at_once(arch: str, threads: int, registers: int, shared: int) -> int:
+    by_shared = (SHARED_KB[arch] << 10) // (shared + 1024)
+    by_registers = REGISTERS // (threads * ((registers + 7) // 8 * 8))
+    return min(by_shared, by_registers, THREADS // threads, MOST_BLOCKS)
+
+
+def rows_of(source: Path, arch: str, dynamic: dict[str, int]) -> list[str]:
+    """The table's rows of one file."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernels.cubin"
+        log = run([nvcc(), *flags(arch), "-Xptxas", "-v", "-cubin", "-o", cubin, source])
+        code = sass.kernels_of(cubin)
+    rows, mangled, spilled = [], "", 0
     for line in log.splitlines():
-        if m := re.search(r"Compiling entry function '(\S+)'", line):
-            name = m[1]
-        elif m := re.search(r"(\d+) bytes spill stores", line):
-            spills = int(m[1])
-        elif m := re.search(r"Used (\d+) registers", line):
-            shared = re.search(r"(\d+) bytes smem", line)
-            found.append((demangle(name), int(m[1]), spills, int(shared[1]) if shared else 0))
-    return found
+        if found := re.search(r"Compiling entry function '(\S+)'", line):
+            mangled = found[1]
+        elif found := re.search(r"(\d+) bytes spill stores", line):
+            spilled = int(found[1])
+        elif found := re.search(r"Used (\d+) registers", line):
+            static = re.search(r"(\d+) bytes smem", line)
+            name = short_name(mangled)
+            if "scan_output" in name or ("prepare" in name and source.stem != "simt_forward"):
+                name = name.split("<")[0]
+            shared = int(static[1]) if static else 0
+            shared += dynamic.get(f"{source.stem}/{name}", 0)
+            threads = code[mangled].threads or 128  # scan_output has __maxnreg__ alone
+            registers = int(found[1])
+            cells = (
+                source.stem,
+                name,
+                f"sm_{arch}",
+                threads,
+                registers,
+                spilled,
+                code[mangled].spills_in_loops,
+                shared,
+                blocks_at_once(arch, threads, registers, shared),
+            )
+            rows.append(f"| {' | '.join(map(str, cells))} |")
+    return sorted(set(rows))  # instances that differ in a dtype alone may occupy the same
+
+
+def forward_sources() -> list[Path]:
+    files = sorted((ROOT / "csrc" / "cuda").rglob("*.cu"))
+    return [f for f in files if not re.search("backward|adjoint|gradients", f.stem)]
 
 
 def rows(sources: list[Path]) -> list[str]:
     dynamic = dynamic_shared()
-    lines = []
-    for source in sources:
-        stem = source.stem
-        for arch in ARCHITECTURES:
-            for kernel, registers, spills, static in kernels(source, arch):
-                shared = static + dynamic.get(stem, 0)
-                short = (
-                    kernel.split("<")[0] if stem.startswith(("prepare", "scan_output")) else kernel
-                )
-                blocks = ""
-                if stem.startswith(("prepare", "scan_output")):  # 128 threads each
-                    by_shared = (SHARED_KB[arch] << 10) // (shared + 1024)
-                    blocks = str(
-                        min(by_shared, REGISTERS // (128 * ((registers + 7) // 8 * 8)), 16)
-                    )
-                cells = (stem, short, f"sm_{arch}", registers, spills, shared, blocks)
-                lines.append(f"| {' | '.join(map(str, cells))} |")
-    return lines
+    jobs = [(source, arch, dynamic) for source in sources for arch in ARCHITECTURES]
+    with concurrent.futures.ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", "2"))) as pool:
+        return [row for found in pool.map(lambda job: rows_of(*job), jobs) for row in found]
+
+
+def page(sources: list[Path]) -> str:
+    table = "\n".join(rows(sources))
+    return f"""# What the CUDA kernels of the forward pass occupy
+
+Written by `scripts/cuda_resources.py` with nvcc {release()}. Spills: bytes that a thread stores,
+and how many instructions of loops spill; tests/test_cuda_resources.py keeps `scan_output`, the
+loop over the chunks, free of them. Shared memory: static and dynamic bytes, at K = 128, of the
+chunk pass with 64 columns of V. Blocks: how many fit on one multiprocessor of an A100 (sm_80) or
+an H100 (sm_90).
+
+Devices of sm_86, 89 and 120 give a block {SMALL_KB} KB ({SMALL_KB << 10} bytes): all of these fit.
+With K = 256 the fp32 scan takes a narrower tile of V there.
+
+| file | kernel | for | threads | registers | spills | in loops | shared | blocks |
+|---|---|---|--:|--:|--:|--:|--:|--:|
+{table}
+"""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", nargs="?", default="tensor_core/")
-    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--check", metavar="PART")
     options = parser.parse_args()
-    sources = sorted((ROOT / "csrc" / "cuda").rglob("*.cu"))
-    sources = [s for s in sources if options.part in str(s.relative_to(ROOT))]
-    if options.check:
-        known = set(TABLE.read_text().splitlines())
-        wrong = [line for line in rows(sources) if line not in known]
-        print("\n".join(wrong) or f"{len(sources)} files: as the table says")
-        return bool(wrong)
-    toolkit = re.search(r"release (\S+),", run([build.find_nvcc(), "--version"]))
-    head = f"""# What the CUDA kernels occupy
-
-Written by `scripts/cuda_resources.py` with nvcc {toolkit[1] if toolkit else "?"}. Spills: bytes
-that a thread stores. Shared memory: static and dynamic, of a block with 4 warps in the chunk pass.
-Blocks: how many of 128 threads fit on one multiprocessor of an A100 (sm_80) or H100 (sm_90).
-
-| file | kernel | for | registers | spills | shared | blocks |
-|---|---|---|---|---|---|---|
-"""
-    TABLE.write_text(head + "\n".join(rows(sources)) + "\n")
-    return 0
+    if options.check is None:
+        TABLE.write_text(page(forward_sources()))
+        return 0
+    sources = [s for s in forward_sources() if options.check in str(s.relative_to(ROOT))]
+    known = set(TABLE.read_text().splitlines())
+    wrong = [row for row in rows(sources) if row not in known]
+    print("\n".join(wrong) or f"{len(sources)} files: as the table says")
+    return bool(wrong or not sources)
 
 
 if __name__ == "__main__":

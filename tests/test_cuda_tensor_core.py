@@ -264,6 +264,8 @@ SEGMENTED = [
     Case("segments-batch", B=2, T=200, HV=2),
     Case("segments-packed", T=420, HV=1, cu=(0, 30, 30, 330, 400)),
     Case("segments-k40-v72", T=300, HV=1, K=40, V=72, state=None),
+    # Few keys: the scan by key takes 8 columns of V per block, not 16.
+    Case("segments-few", T=300, HV=1, V=24),
     Case("segments-fp16", T=300, HV=1, dtype=FP16),
     Case("segments-wandering", T=200, HV=1, g="wandering"),
 ]

@@ -14,7 +14,7 @@ namespace deltanet::cuda::tensor_core {
 
 // How many 16-bit terms stand for each fp32 operand of a product; q, k and v are never rounded.
 // Relative error of the state: exact 1e-5, and 3e-4 for keys that repeat with beta 1.999; fast
-// 2e-3, and none is promised where keys repeat with beta > 1. mma beside single operands: 2.26
+// 2e-3, and none is promised where keys repeat with beta > 1. mma beside single operands: 2.29
 // and 1.57.
 enum class Precision { kExact, kFast };
 

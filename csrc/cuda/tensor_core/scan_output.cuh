@@ -23,6 +23,53 @@
 
 namespace deltanet::cuda::tensor_core {
 
+// A power of two for each row of S, kept with the state of fp16 inputs: fp16 terms of S and V' are
+// taken of scaled values, whose largest lies below 2^15. The largest is taken over what is known
+// before the chunk, or what goes into the state anyway: later tokens do not touch earlier outputs.
+//
+// Each lane has the scales of its two rows here, in shared memory: registers are scarce. Lanes of
+// one row hold the same.
+struct RowScales {
+  int exponent[2][32];  // biased: S times 2^(exponent - 127) is what the accumulators hold
+
+  static constexpr int kLargest = 127 + 14;  // scaled values lie in [2^14, 2^15), or below
+
+  static __device__ __forceinline__ float power(int biased) {
+    return __int_as_float((biased < 0 ? 0 : biased > 254 ? 254 : biased) << 23);
+  }
+  // The largest of a row from those of its 4 lanes.
+  static __device__ __forceinline__ float of_row(float largest) {
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    return fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+  }
+  static __device__ __forceinline__ int biased_exponent(float x) { return __float_as_int(x) >> 23; }
+  static __device__ __forceinline__ int in_range(int biased) {
+    return biased < 1 ? 1 : biased > 253 ? 253 : biased;
+  }
+  __device__ __forceinline__ float unscale(int lane, int h) const {
+    return power(254 - exponent[h][lane]);
+  }
+  // Whether the accumulators, of which `largest` is the largest in a row, must be scaled anew.
+  // Their terms hold 2^-32 of the row's largest, or better, while it lies in a range this wide.
+  static __device__ __forceinline__ bool is_far(float largest) {
+    return largest >= 32768.f || (largest < 256.f && largest > 0.f);
+  }
+  // What the accumulators must be multiplied by so that `largest` of them fills the range.
+  __device__ __forceinline__ float fit(int lane, int h, float largest) {
+    const int before = exponent[h][lane];
+    const int after = in_range(before + min(kLargest - biased_exponent(largest), 127));
+    exponent[h][lane] = after;
+    return power(127 + after - before);
+  }
+  // In place of `keep`: what makes room for keep S and for new terms of at most `largest`.
+  __device__ __forceinline__ float admit(int lane, int h, float keep, float largest) {
+    const int before = exponent[h][lane], room = 126 - (__float_as_int(keep) >> 23);
+    const int after = in_range(min(before + room, 127 + kLargest - biased_exponent(largest)));
+    exponent[h][lane] = after;  // the change may be beyond what one float holds
+    return keep * power(127 + ((after - before) >> 1)) * power(127 + ((after - before + 1) >> 1));
+  }
+};
+
 template <class Element_, int kK_, Precision kPrecision_>
 struct ScanTraits {
   using Element = Element_;
@@ -35,14 +82,25 @@ struct ScanTraits {
   static constexpr int kPTerms = Record::kPlanesOfP;               // of P and of its V'
   static constexpr int kTokenTiles = kChunk / 16, kKTiles = kK / 16;
   static constexpr bool kScaled = std::is_same_v<Element, fp16>;
-  // A bound near what is really live. With 255 allowed, ptxas hoists address arithmetic until it
-  // has to spill some of it.
-  static constexpr int kMaxRegisters = kK == 64 ? 128 : kScaled || !kExact ? 184 : 160;
+  // With 4 warps, two blocks per multiprocessor. K = 128 has no more by its shared memory; K = 64
+  // could have three or four, but with 192 registers every instance still spills in the chunk loop.
+  // ptxas is erratic: scripts/cuda_resources.py looks at what it made of this.
+  static constexpr int kMaxRegisters = kK == 128 && !kScaled && !kExact ? 240 : 255;
   using Tile = SwizzledTile<kK * 2>;
   using VTile = SwizzledTile<kWarpColumns * 2>;
   using Blocks = LowerBlocks<kChunk>;
   static constexpr int kTBytes = kTTerms * Record::kPlaneBytes;
   static constexpr int kPBytes = kPTerms * Record::kPlaneBytes;
+
+  // What only one warp touches: its 16 columns of v, which o overwrites.
+  struct PlainWarp {
+    alignas(128) unsigned char v[kChunk * kWarpColumns * 2];
+  };
+  struct ScaledWarp {
+    alignas(128) unsigned char v[kChunk * kWarpColumns * 2];
+    RowScales scales;
+  };
+  using Warp = std::conditional_t<kScaled, ScaledWarp, PlainWarp>;
 
   struct Shared {
     alignas(256) Element k[2][kChunk * kK];  // two: k is the last tile of a chunk to be released
@@ -53,48 +111,21 @@ struct ScanTraits {
       float factor[kFactors][kChunk];
       uint64_t windows, padding;
     } gates[2];
-    // Of each warp its 16 columns of v, which o overwrites; as many warps as were launched.
-    alignas(128) unsigned char v[1][kChunk * kWarpColumns * 2];
+    // Which part of the call this block does. Here and not in registers: the chunk loop has none to
+    // spare, and asks once per chunk.
+    struct alignas(16) {
+      int head, key_head, sequence, segment, first_chunk;
+      int batch, begin, end;  // the sequence's tokens: counts are below 2^31
+      int behind;             // the chunk that the segment ends before
+      int v_first;            // the block's first column of V
+      int dim_v;
+      bool is_M;  // a map's M: v = 0 and columns of I instead of columns of V
+    } work;
+    Warp warp[1];  // as many as were launched
   };
   static_assert(offsetof(Shared, P) == offsetof(Shared, T) + kTBytes, "one copy fills both");
   static int64_t shared_bytes(int warps) {
-    return int64_t(offsetof(Shared, v)) + warps * int64_t(sizeof(Shared::v[0]));
-  }
-};
-
-// A power of two for each row of S, kept with the state of fp16 inputs: fp16 terms of S and V' are
-// taken of scaled values, whose largest lies below 2^15. The largest is taken over what is known
-// before the chunk, or what goes into the state anyway: later tokens do not touch earlier outputs.
-struct RowScales {
-  int exponent[2];  // biased: S times 2^(exponent - 127) is what the accumulators hold
-
-  static __device__ __forceinline__ float power(int biased) {
-    return __int_as_float((biased < 0 ? 0 : biased > 254 ? 254 : biased) << 23);
-  }
-  static constexpr int kLargest = 127 + 14;  // scaled values lie in [2^14, 2^15), or below
-
-  __device__ __forceinline__ float unscale(int h) const { return power(254 - exponent[h]); }
-
-  static __device__ __forceinline__ int biased_exponent(float largest) {
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-    return __float_as_int(largest) >> 23;
-  }
-  // What the accumulators must be multiplied by so that `largest` of them fills the range.
-  __device__ __forceinline__ float fit(int h, float largest) {
-    const int before = exponent[h];
-    int after = before + min(kLargest - biased_exponent(largest), 127);
-    after = after < 1 ? 1 : after > 253 ? 253 : after;
-    exponent[h] = after;
-    return power(127 + after - before);
-  }
-  // In place of `keep`: what makes room for keep S and for new terms of at most `largest`.
-  __device__ __forceinline__ float admit(int h, float keep, float largest) {
-    const int before = exponent[h], room = 126 - (__float_as_int(keep) >> 23);
-    int after = min(before + room, 127 + kLargest - biased_exponent(largest));
-    after = after < 1 ? 1 : after > 253 ? 253 : after;
-    exponent[h] = after;  // the change may be beyond what one float holds
-    return keep * power(127 + ((after - before) >> 1)) * power(127 + ((after - before + 1) >> 1));
+    return int64_t(offsetof(Shared, warp)) + warps * int64_t(sizeof(Warp));
   }
 };
 
@@ -107,57 +138,15 @@ struct ScanOutput {
   using Blocks = typename Traits::Blocks;
   static constexpr int C = kChunk, kK = Traits::kK;
   static constexpr int kTokenTiles = Traits::kTokenTiles, kKTiles = Traits::kKTiles;
-  static constexpr int kVBytes = sizeof(Shared::v[0]);
+  static constexpr int kWarpBytes = sizeof(typename Traits::Warp);
   using State = Accumulator[kK / 8];  // S^T of 16 columns of V: rows V, columns K
   using Values = Accumulator[C / 8];  // X^T, V'^T, O^T: rows V, columns tokens
 
   const Params& p;
   Shared& s;
-  int warp, row, pair;  // row = lane / 4, pair = lane % 4 of the fragments
-  int v_first;          // the block's first column of V
-  bool is_M;            // a map's M: v = 0 and columns of I instead of columns of V
-  int dim_v;
-  int head, key_head, sequence, segment, first_chunk;
-  int batch, begin, end;                  // the sequence's tokens: counts are below 2^31
-  uint32_t k_a, k_b, q_b, v_b, t_b, p_b;  // this lane's ldmatrix address in each tile
 
   __device__ __forceinline__ ScanOutput(const Params& params, Shared& shared)
-      : p(params), s(shared) {
-    const int lane = threadIdx.x % 32;
-    warp = threadIdx.x / 32;
-    row = lane / 4;
-    pair = lane % 4;
-    // Column tiles of one head are neighbours: they find q, k, T in L2.
-    const int columns = p.warps * kWarpColumns;
-    const int value_tiles = (p.rule.dim_v + columns - 1) / columns;
-    const int map_tiles = p.making_maps ? (p.rule.dim_k + columns - 1) / columns : 0;
-    unsigned block = blockIdx.x;  // numbers of blocks are below 2^31: 32-bit divisions
-    int tile = int(block % unsigned(value_tiles + map_tiles));
-    block /= unsigned(value_tiles + map_tiles);
-    is_M = tile >= value_tiles;
-    if (is_M) tile -= value_tiles;
-    dim_v = is_M ? p.rule.dim_k : p.rule.dim_v;
-    v_first = tile * columns;
-    head = int(block % unsigned(p.rule.value_heads));
-    block /= unsigned(p.rule.value_heads);
-    sequence = int(block % unsigned(p.rule.sequences));
-    segment = int(block / unsigned(p.rule.sequences));
-    key_head = int(key_head_of(p.rule, head));
-    const Sequence tokens = sequence_at(p.rule, sequence);
-    batch = int(tokens.batch);
-    begin = int(tokens.begin);
-    end = int(tokens.end);
-    first_chunk = int(first_chunk_of(p.rule, p.table, sequence));
-    const LaneMap la = lanes_for_a(lane), lb = lanes_for_b(lane);
-    k_a = smem_address(s.k) + Tile::offset(la.row, la.piece);
-    k_b = smem_address(s.k) + Tile::offset(lb.row, lb.piece);
-    q_b = smem_address(s.q) + Tile::offset(lb.row, lb.piece);
-    v_b = smem_address(s.v) + warp * kVBytes + VTile::offset(lb.row, lb.piece);
-    t_b = smem_address(s.T) + Blocks::offset(0, lb.row, lb.piece);
-    p_b = smem_address(s.P) + Blocks::offset(0, lb.row, lb.piece);
-  }
-
-  // ---- loads ----
+      : p(params), s(shared) {}
 
   // The thread's number again, opaque to the compiler: addresses made of it are made anew at each
   // use, by a few integer operations, and not kept in registers across the loop, or spilled.
@@ -166,8 +155,59 @@ struct ScanOutput {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
     return x;
   }
+  struct Place {
+    int warp, lane, row, pair;  // row = lane / 4, pair = lane % 4 of the fragments
+  };
+  static __device__ __forceinline__ Place fresh_place() {
+    const int thread = fresh_thread();
+    return {thread / 32, thread % 32, thread % 32 / 4, thread % 4};
+  }
+
+  // This lane's ldmatrix address in a tile of keys or queries, as A or as B operand, and in T, P or
+  // the warp's v.
+  template <bool kA>
+  static __device__ __forceinline__ uint32_t lane_address(const Element* tile) {
+    const LaneMap x = kA ? lanes_for_a(fresh_thread() % 32) : lanes_for_b(fresh_thread() % 32);
+    return smem_address(tile) + Tile::offset(x.row, x.piece);
+  }
+  static __device__ __forceinline__ uint32_t lane_address(const unsigned char* blocks) {
+    const LaneMap x = lanes_for_b(fresh_thread() % 32);
+    return smem_address(blocks) + Blocks::offset(0, x.row, x.piece);
+  }
+
+  __device__ __forceinline__ void find_work() const {
+    auto& work = s.work;
+    // Column tiles of one head are neighbours: they find q, k, T in L2.
+    const int columns = p.warps * kWarpColumns;
+    const int value_tiles = (p.rule.dim_v + columns - 1) / columns;
+    const int map_tiles = p.making_maps ? (p.rule.dim_k + columns - 1) / columns : 0;
+    unsigned block = blockIdx.x;  // numbers of blocks are below 2^31: 32-bit divisions
+    int tile = int(block % unsigned(value_tiles + map_tiles));
+    block /= unsigned(value_tiles + map_tiles);
+    work.is_M = tile >= value_tiles;
+    if (work.is_M) tile -= value_tiles;
+    work.dim_v = work.is_M ? p.rule.dim_k : p.rule.dim_v;
+    work.v_first = tile * columns;
+    work.head = int(block % unsigned(p.rule.value_heads));
+    block /= unsigned(p.rule.value_heads);
+    work.sequence = int(block % unsigned(p.rule.sequences));
+    work.segment = int(block / unsigned(p.rule.sequences));
+    work.key_head = int(key_head_of(p.rule, work.head));
+    const Sequence tokens = sequence_at(p.rule, work.sequence);
+    work.batch = int(tokens.batch);
+    work.begin = int(tokens.begin);
+    work.end = int(tokens.end);
+    work.first_chunk = int(first_chunk_of(p.rule, p.table, work.sequence));
+    const int chunks = (work.end - work.begin + C - 1) / C;
+    work.behind = min((work.segment + 1) * int(p.segment_chunks), chunks);
+  }
+
+  // ---- loads ----
+
   // Tokens of the sequence from the chunk's first one on.
-  __device__ __forceinline__ int left_from(int chunk) const { return end - begin - chunk * C; }
+  __device__ __forceinline__ int left_from(int chunk) const {
+    return s.work.end - s.work.begin - chunk * C;
+  }
   static __device__ __forceinline__ int bytes_left(int elements) {
     return elements < 0 ? 0 : elements < 8 ? elements * 2 : 16;
   }
@@ -177,8 +217,10 @@ struct ScanOutput {
     const int thread = fresh_thread(), piece = thread % kPieces;
     const int step = p.warps * 32 / kPieces, bytes = bytes_left(p.rule.dim_k - piece * 8);
     int r = thread / kPieces;
-    const auto* from = static_cast<const Element*>(x.data) + batch * x.stride[0] +
-                       (begin + chunk * C + r) * x.stride[1] + key_head * x.stride[2] + piece * 8;
+    const auto& work = s.work;
+    const auto* from = static_cast<const Element*>(x.data) + work.batch * x.stride[0] +
+                       (work.begin + chunk * C + r) * x.stride[1] + work.key_head * x.stride[2] +
+                       piece * 8;
     const int64_t stride = step * x.stride[1];
     const int left = left_from(chunk);
 #pragma unroll 2
@@ -194,7 +236,7 @@ struct ScanOutput {
     for (int at = fresh_thread() * 16; at < bytes; at += step) cp_async_16(to + at, from + at, 16);
   }
   __device__ __forceinline__ const unsigned char* record(int chunk) const {
-    return record_of(p, first_chunk + chunk, head);
+    return record_of(p, s.work.first_chunk + chunk, s.work.head);
   }
   __device__ __forceinline__ void load_k_and_gates(int chunk) const {
     load_rows(smem_address(s.k[chunk & 1]), p.rule.key, chunk);
@@ -205,13 +247,16 @@ struct ScanOutput {
   }
   __device__ __forceinline__ void load_v_t_p(int chunk) const {
     const auto& x = p.rule.value;
+    const auto& work = s.work;
     const int thread = fresh_thread(), pieces = 2 * p.warps, piece = thread / 8 % pieces;
-    const int r = thread / (8 * pieces) * 8 + thread % 8, column = v_first + piece * 8;
-    const int bytes = x.data && !is_M ? bytes_left(dim_v - column) : 0;
+    const int r = thread / (8 * pieces) * 8 + thread % 8, column = work.v_first + piece * 8;
+    const int bytes = x.data && !work.is_M ? bytes_left(work.dim_v - column) : 0;
     const int left = left_from(chunk);
-    const auto* from = static_cast<const Element*>(x.data) + batch * x.stride[0] +
-                       (begin + chunk * C + r) * x.stride[1] + head * x.stride[2] + column;
-    const uint32_t to = smem_address(s.v) + piece / 2 * kVBytes + VTile::offset(r, piece % 2);
+    const auto* from = static_cast<const Element*>(x.data) + work.batch * x.stride[0] +
+                       (work.begin + chunk * C + r) * x.stride[1] + work.head * x.stride[2] +
+                       column;
+    const uint32_t to =
+        smem_address(s.warp[0].v) + piece / 2 * kWarpBytes + VTile::offset(r, piece % 2);
     // An absent v is zero; a copy of no bytes still wants an address.
     const void* const nothing = p.rule.key.data;
 #pragma unroll
@@ -230,7 +275,8 @@ struct ScanOutput {
   template <class Function>
   __device__ __forceinline__ void for_each_state_element(int64_t base, int64_t stride_k,
                                                          int64_t stride_v, Function fn) const {
-    const int v = v_first + warp * kWarpColumns + row;
+    const auto [warp, lane, row, pair] = fresh_place();
+    const int v = s.work.v_first + warp * kWarpColumns + row, dim_v = s.work.dim_v;
 #pragma unroll
     for (int n = 0; n < kK / 8; ++n)
 #pragma unroll
@@ -241,27 +287,28 @@ struct ScanOutput {
   }
   // Offset of matrix [K, columns] of this key in an array of segments' matrices.
   __device__ __forceinline__ int64_t segment_matrix(int slot, int columns) const {
-    return ((slot * p.rule.sequences + sequence) * p.rule.value_heads + head) * p.rule.dim_k *
-           columns;
+    return ((slot * p.rule.sequences + s.work.sequence) * p.rule.value_heads + s.work.head) *
+           p.rule.dim_k * columns;
   }
   __device__ __forceinline__ void load_state(State& S) const {
     const auto& from = p.rule.initial_state;
+    const auto& work = s.work;
+    const int64_t base = work.sequence * from.stride[0] + work.head * from.stride[1];
     const bool starts = p.starts && !p.making_maps;
     if (starts || (!p.making_maps && from.data && from.dtype == DType::kFloat32)) {
       const float* const data = starts ? p.starts : static_cast<const float*>(from.data);
-      for_each_state_element(starts ? segment_matrix(segment, dim_v)
-                                    : sequence * from.stride[0] + head * from.stride[1],
-                             starts ? dim_v : from.stride[2], starts ? 1 : from.stride[3],
+      for_each_state_element(starts ? segment_matrix(work.segment, work.dim_v) : base,
+                             starts ? work.dim_v : from.stride[2], starts ? 1 : from.stride[3],
                              [&](int n, int e, int64_t at) { S[n][e] = data[at]; });
     } else if (!p.making_maps && from.data) {
       const bool is_bf16 = from.dtype == DType::kBFloat16;
-      for_each_state_element(sequence * from.stride[0] + head * from.stride[1], from.stride[2],
-                             from.stride[3], [&](int n, int e, int64_t at) {
-                               const uint32_t x = static_cast<const uint16_t*>(from.data)[at];
-                               S[n][e] = is_bf16 ? unpack<bf16>(x).x : unpack<fp16>(x).x;
-                             });
-    } else if (is_M || (!p.making_maps && p.rule.initial_state_is_identity)) {
-      const int v = v_first + warp * kWarpColumns + row;
+      for_each_state_element(base, from.stride[2], from.stride[3], [&](int n, int e, int64_t at) {
+        const uint32_t x = static_cast<const uint16_t*>(from.data)[at];
+        S[n][e] = is_bf16 ? unpack<bf16>(x).x : unpack<fp16>(x).x;
+      });
+    } else if (work.is_M || (!p.making_maps && p.rule.initial_state_is_identity)) {
+      const auto [warp, lane, row, pair] = fresh_place();
+      const int v = work.v_first + warp * kWarpColumns + row;
 #pragma unroll
       for (int n = 0; n < kK / 8; ++n)
 #pragma unroll
@@ -269,19 +316,20 @@ struct ScanOutput {
           if (n * 8 + pair * 2 + (e & 1) == v + (e >> 1) * 8) S[n][e] = 1.f;
     }
   }
-  __device__ __forceinline__ void store_state(const State& S, const RowScales& scales) const {
+  __device__ __forceinline__ void store_state(const State& S) const {
     const auto& to = p.rule.final_state;
     float* data = static_cast<float*>(to.data);
-    int64_t base = sequence * to.stride[0] + head * to.stride[1];
+    const auto& work = s.work;
+    int64_t base = work.sequence * to.stride[0] + work.head * to.stride[1];
     int64_t stride_k = to.stride[2], stride_v = to.stride[3];
     if (p.making_maps) {
-      data = is_M ? p.maps : p.starts;
-      base = segment_matrix(is_M ? segment : segment + 1, dim_v);
-      stride_k = dim_v;
+      data = work.is_M ? p.maps : p.starts;
+      base = segment_matrix(work.is_M ? work.segment : work.segment + 1, work.dim_v);
+      stride_k = work.dim_v;
       stride_v = 1;
     }
-    const float unscale[2] = {Traits::kScaled ? scales.unscale(0) : 1.f,
-                              Traits::kScaled ? scales.unscale(1) : 1.f};
+    const auto [warp, lane, row, pair] = fresh_place();
+    const float unscale[2] = {row_unscale(warp, lane, 0), row_unscale(warp, lane, 1)};
     for_each_state_element(base, stride_k, stride_v,
                            [&](int n, int e, int64_t at) { data[at] = S[n][e] * unscale[e >> 1]; });
   }
@@ -290,13 +338,15 @@ struct ScanOutput {
 
   // acc^T += S^T tile^T for a tile of k or q
   template <bool kOtherwise>
-  __device__ __forceinline__ void multiply_state(Values& acc, const State& S, uint32_t tile) const {
+  __device__ __forceinline__ void multiply_state(Values& acc, const State& S,
+                                                 const Element* tile) const {
+    const uint32_t lane_tile = lane_address<false>(tile);
 #pragma unroll
     for (int kk = 0; kk < kKTiles; ++kk) {
       uint32_t a[Traits::kReadTerms][4], b[kTokenTiles][4];
       to_operand<Element, Traits::kReadTerms, kOtherwise>(S[2 * kk], S[2 * kk + 1], a);
 #pragma unroll
-      for (int n = 0; n < kTokenTiles; ++n) ldmatrix_x4(b[n], Tile::step(tile, n, kk));
+      for (int n = 0; n < kTokenTiles; ++n) ldmatrix_x4(b[n], Tile::step(lane_tile, n, kk));
       // Terms outside, tiles inside: a lone warp waits for an accumulator that it has just used.
 #pragma unroll
       for (int term = 0; term < Traits::kReadTerms; ++term)
@@ -312,8 +362,9 @@ struct ScanOutput {
   // low terms with low terms are left out.
   template <int kA, int kB>
   __device__ __forceinline__ void multiply_lower(Values& acc, const Values& x,
-                                                 uint32_t plane_address) const {
+                                                 const unsigned char* planes) const {
     constexpr int kKept = kA > kB ? kA : kB;
+    const uint32_t lane_planes = lane_address(planes);
 #pragma unroll
     for (int j = 0; j < kTokenTiles; ++j) {
       uint32_t a[kA][4];
@@ -323,13 +374,16 @@ struct ScanOutput {
         uint32_t b[kTokenTiles][4];
 #pragma unroll
         for (int i = j; i < kTokenTiles; ++i)
-          ldmatrix_x4(b[i],
-                      plane_address + plane * Record::kPlaneBytes + Blocks::index(i, j) * 512);
+          ldmatrix_x4(b[i], lane_planes + plane * Record::kPlaneBytes + Blocks::index(i, j) * 512);
 #pragma unroll
         for (int term = 0; term < kA && term + plane < kKept; ++term)
 #pragma unroll
           for (int i = j; i < kTokenTiles; ++i) {
-            mma<bf16>(acc[2 * i], a[term], b[i][0], b[i][1]);
+            // Of a diagonal block, the first 8 tokens read nothing of the next 8.
+            if (i == j)
+              mma_half<bf16>(acc[2 * i], a[term], b[i][0]);
+            else
+              mma<bf16>(acc[2 * i], a[term], b[i][0], b[i][1]);
             mma<bf16>(acc[2 * i + 1], a[term], b[i][2], b[i][3]);
           }
       }
@@ -337,21 +391,21 @@ struct ScanOutput {
   }
 
   // X^T = V^T - (K S)^T diag(e^G / |k|), in place of (K S)^T
-  __device__ __forceinline__ void subtract_from_values(Values& x, const float (&decay)[C],
-                                                       const RowScales& scales) const {
+  __device__ __forceinline__ void subtract_from_values(Values& x, const float (&decay)[C]) const {
+    const auto [warp, lane, row, pair] = fresh_place();
+    const float unscale[2] = {row_unscale(warp, lane, 0), row_unscale(warp, lane, 1)};
+    const uint32_t v_of_lane = lane_address(s.warp[warp].v);
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) {
       // v[0]: rows `row`, tokens 2 pair.. of the first 8; v[1]: rows 8 further; v[2], v[3]: the
       // next 8 tokens.
       uint32_t v[4];
-      ldmatrix_x4_trans(v, VTile::step(v_b, n, 0));
+      ldmatrix_x4_trans(v, VTile::step(v_of_lane, n, 0));
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         float2 f = *reinterpret_cast<const float2*>(&decay[n * 16 + (r >> 1) * 8 + pair * 2]);
-        if constexpr (Traits::kScaled) {
-          f.x *= scales.unscale(r & 1);
-          f.y *= scales.unscale(r & 1);
-        }
+        f.x *= unscale[r & 1];
+        f.y *= unscale[r & 1];
         const float2 value = unpack<Element>(v[r]);
         float* const y = &x[2 * n + (r >> 1)][(r & 1) * 2];
         y[0] = fmaf(-f.x, y[0], value.x);
@@ -360,8 +414,15 @@ struct ScanOutput {
     }
   }
 
+  // Where the window ends that starts at token `first`. Asked for at each use: kept in a register,
+  // it costs another one its place.
+  static __device__ __forceinline__ int end_of_window(uint64_t windows, int first) {
+    const uint64_t later = windows >> first >> 1;
+    return later ? first + __ffsll(static_cast<long long>(later)) : C;
+  }
   // Tokens outside of [first, end) take no part in this window.
   __device__ __forceinline__ void mask_tokens(Values& x, int first, int end) const {
+    const int pair = fresh_place().pair;
 #pragma unroll
     for (int n = 0; n < C / 8; ++n)
 #pragma unroll
@@ -373,7 +434,9 @@ struct ScanOutput {
 
   // S <- keep S + (diag(out) K)^T V'; V' is used up
   __device__ __forceinline__ void update_state(State& S, Values& v_new, const float (&out)[C],
-                                               float keep, uint32_t keys, RowScales& scales) const {
+                                               float keep, const Element* keys) const {
+    const uint32_t lane_keys = lane_address<true>(keys);
+    const auto [warp, lane, row, pair] = fresh_place();
 #pragma unroll
     for (int n = 0; n < C / 8; ++n) {
       const float2 f = *reinterpret_cast<const float2*>(&out[n * 8 + pair * 2]);
@@ -384,14 +447,15 @@ struct ScanOutput {
     }
     float keeps[2] = {keep, keep};
     if constexpr (Traits::kScaled) {
+      RowScales& scales = s.warp[warp].scales;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float largest = 0.f;
 #pragma unroll
         for (int n = 0; n < C / 8; ++n)
           largest = fmaxf(largest, fmaxf(fabsf(v_new[n][2 * h]), fabsf(v_new[n][2 * h + 1])));
-        keeps[h] = scales.admit(h, keep, largest);
-        const float scale = RowScales::power(scales.exponent[h]);
+        keeps[h] = scales.admit(lane, h, keep, RowScales::of_row(largest));
+        const float scale = RowScales::power(scales.exponent[h][lane]);
 #pragma unroll
         for (int n = 0; n < C / 8; ++n) v_new[n][2 * h] *= scale, v_new[n][2 * h + 1] *= scale;
       }
@@ -409,7 +473,8 @@ struct ScanOutput {
       for (int first = 0; first < kKTiles; first += kBatch) {
         uint32_t b[kBatch][4];  // .trans: the sum runs over tokens, which are the tile's rows
 #pragma unroll
-        for (int n = 0; n < kBatch; ++n) ldmatrix_x4_trans(b[n], Tile::step(keys, j, first + n));
+        for (int n = 0; n < kBatch; ++n)
+          ldmatrix_x4_trans(b[n], Tile::step(lane_keys, j, first + n));
 #pragma unroll
         for (int term = 0; term < Traits::kUpdateTerms; ++term)
 #pragma unroll
@@ -421,19 +486,30 @@ struct ScanOutput {
     }
   }
 
-  __device__ __forceinline__ void scale_state(State& S, RowScales& scales) const {
+  __device__ __forceinline__ void scale_state(State& S) const {
     if constexpr (Traits::kScaled) {
+      const auto [warp, lane, row, pair] = fresh_place();
+      float largest[2] = {0.f, 0.f};
+#pragma unroll
+      for (int n = 0; n < kK / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) largest[e >> 1] = fmaxf(largest[e >> 1], fabsf(S[n][e]));
+      for (int h = 0; h < 2; ++h) largest[h] = RowScales::of_row(largest[h]);
+      const bool far = RowScales::is_far(largest[0]) || RowScales::is_far(largest[1]);
+      if (!__any_sync(0xffffffffu, far)) return;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float largest = 0.f;
-#pragma unroll
-        for (int n = 0; n < kK / 8; ++n)
-          largest = fmaxf(largest, fmaxf(fabsf(S[n][2 * h]), fabsf(S[n][2 * h + 1])));
-        const float factor = scales.fit(h, largest);
+        const float factor = s.warp[warp].scales.fit(lane, h, largest[h]);
 #pragma unroll
         for (int n = 0; n < kK / 8; ++n) S[n][2 * h] *= factor, S[n][2 * h + 1] *= factor;
       }
     }
+  }
+  __device__ __forceinline__ float row_unscale(int warp, int lane, int h) const {
+    if constexpr (Traits::kScaled)
+      return s.warp[warp].scales.unscale(lane, h);
+    else
+      return 1.f;
   }
 
   // ---- output ----
@@ -444,6 +520,7 @@ struct ScanOutput {
                                                const float (&out_scale)[C], int first,
                                                int end) const {
     const bool whole = first == 0 && end == C;
+    const auto [warp, lane, row, pair] = fresh_place();
     __syncwarp();  // every lane has read its part of v
 #pragma unroll
     for (int n = 0; n < C / 8; ++n) {
@@ -453,21 +530,22 @@ struct ScanOutput {
         const uint32_t word = movmatrix(pack<Element>(o[n][2 * h] * f.x, o[n][2 * h + 1] * f.y));
         const int token = n * 8 + row;
         if (whole || (token >= first && token < end))  // later windows still need their v
-          *reinterpret_cast<uint32_t*>(s.v[0] + warp * kVBytes + VTile::offset(token, h) +
-                                       pair * 4) = word;
+          *reinterpret_cast<uint32_t*>(s.warp[warp].v + VTile::offset(token, h) + pair * 4) = word;
       }
     }
     __syncwarp();
     // 8 lanes take 8 rows of one piece: no bank conflicts.
-    const int lane = fresh_thread() % 32, piece = lane / 8 % 2, r = lane / 16 * 8 + lane % 8;
-    const int column = v_first + warp * kWarpColumns + piece * 8, valid = dim_v - column;
+    const int piece = lane / 8 % 2, r = lane / 16 * 8 + lane % 8;
+    const auto& work = s.work;
+    const int column = work.v_first + warp * kWarpColumns + piece * 8;
+    const int valid = work.dim_v - column;
     if (valid <= 0) return;
     const int left = left_from(chunk);
     if (left < end) end = left;
     const auto& y = p.rule.output;
-    const unsigned char* from = s.v[0] + warp * kVBytes + VTile::offset(r, piece);
-    auto* to = static_cast<Element*>(y.data) + batch * y.stride[0] +
-               (begin + chunk * C + r) * y.stride[1] + head * y.stride[2] + column;
+    const unsigned char* from = s.warp[warp].v + VTile::offset(r, piece);
+    auto* to = static_cast<Element*>(y.data) + work.batch * y.stride[0] +
+               (work.begin + chunk * C + r) * y.stride[1] + work.head * y.stride[2] + column;
 #pragma unroll
     for (int i = 0; i < C / 16; ++i, to += 16 * y.stride[1]) {
       const int token = r + i * 16;
@@ -486,84 +564,85 @@ struct ScanOutput {
 
   __device__ __forceinline__ void write_output(int chunk, const State& S, const Values& v_new,
                                                const float (&factor)[kFactors][C], int first,
-                                               int end, const RowScales& scales) const {
+                                               int end) const {
     // S is split a second time, which keeps x and o from being live together. Nothing of the output
     // stands before V', so the chain from state to state is short.
     Values o = {};
-    multiply_state<true>(o, S, q_b);
+    multiply_state<true>(o, S, s.q);
+    const auto [warp, lane, row, pair] = fresh_place();
+    const float unscale[2] = {row_unscale(warp, lane, 0), row_unscale(warp, lane, 1)};
 #pragma unroll
     for (int n = 0; n < C / 8; ++n) {
       const float2 f = *reinterpret_cast<const float2*>(&factor[kDecayQ][n * 8 + pair * 2]);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float unscale = Traits::kScaled ? scales.unscale(h) : 1.f;
-        o[n][2 * h] *= f.x * unscale;
-        o[n][2 * h + 1] *= f.y * unscale;
+        o[n][2 * h] *= f.x * unscale[h];
+        o[n][2 * h + 1] *= f.y * unscale[h];
       }
     }
-    multiply_lower<2, Traits::kPTerms>(o, v_new, p_b);
+    multiply_lower<2, Traits::kPTerms>(o, v_new, s.P);
     store_output(chunk, o, factor[kOutScale], first, end);
   }
 
   __device__ __forceinline__ void run() {
-    const int chunks = (end - begin + C - 1) / C;
-    const int length = int(p.segment_chunks), first_of_segment = segment * length;
+    if (threadIdx.x == 0) find_work();
+    __syncthreads();  // the block's work is known
+    const auto& work = s.work;
+    const int first_of_segment = work.segment * int(p.segment_chunks);
     // A shorter sequence has fewer segments.
-    if (segment > 0 && first_of_segment >= chunks) return;
-    const int behind = min(first_of_segment + length, chunks);
+    if (work.segment > 0 && first_of_segment >= work.behind) return;
 
     // Three groups per chunk, always committed in this order, so that "all but the newest" is the
     // right wait at both places.
-    if (first_of_segment < behind) load_k_and_gates(first_of_segment);
+    if (first_of_segment < work.behind) load_k_and_gates(first_of_segment);
     cp_async_commit();
-    if (first_of_segment < behind) load_q(first_of_segment);
+    if (first_of_segment < work.behind) load_q(first_of_segment);
     cp_async_commit();
-    if (first_of_segment < behind) load_v_t_p(first_of_segment);
+    if (first_of_segment < work.behind) load_v_t_p(first_of_segment);
     cp_async_commit();
 
     State S = {};
-    RowScales scales = {{127, 127}};
+    if constexpr (Traits::kScaled)
+      for (int h = 0; h < 2; ++h)
+        s.warp[threadIdx.x / 32].scales.exponent[h][threadIdx.x % 32] = 127;
     load_state(S);
 
     int first = 0;  // of the window
 #pragma unroll 1
-    for (int chunk = first_of_segment; chunk < behind;) {
-      const uint32_t stage = uint32_t(chunk & 1) * (C * kK * 2);
+    for (int chunk = first_of_segment; chunk < work.behind;) {
       const auto& gates = s.gates[chunk & 1];
       cp_async_wait<1>();
       __syncthreads();  // k, q, gates are here, and nobody reads the other k and gates any more
-      if (first == 0 && chunk + 1 < behind) load_k_and_gates(chunk + 1);
+      if (first == 0 && chunk + 1 < work.behind) load_k_and_gates(chunk + 1);
       cp_async_commit();
-      const uint64_t windows = gates.windows, later = windows >> first >> 1;
-      const int last = later ? first + __ffsll(static_cast<long long>(later)) : C;  // its end
-
-      scale_state(S, scales);
+      scale_state(S);
       Values x = {};
-      multiply_state<false>(x, S, k_b + stage);
+      multiply_state<false>(x, S, s.k[chunk & 1]);
 
       cp_async_wait<1>();
       __syncthreads();  // v, T, P are here
-      subtract_from_values(x, gates.factor[kDecayIn], scales);
-      if (windows) mask_tokens(x, first, last);
+      subtract_from_values(x, gates.factor[kDecayIn]);
+      if (gates.windows) mask_tokens(x, first, end_of_window(gates.windows, first));
       Values v_new = {};  // V'^T = X^T (T diag(b))^T
-      multiply_lower<Traits::kTTerms, Traits::kTTerms>(v_new, x, t_b);
+      multiply_lower<Traits::kTTerms, Traits::kTTerms>(v_new, x, s.T);
       if (p.rule.output.data && !p.making_maps)
-        write_output(chunk, S, v_new, gates.factor, first, last, scales);
+        write_output(chunk, S, v_new, gates.factor, first, end_of_window(gates.windows, first));
 
       __syncthreads();  // q, v, T, P are free
+      const int last = end_of_window(gates.windows, first);
       const bool done = last == C;
-      if (done && chunk + 1 < behind) load_q(chunk + 1);
+      if (done && chunk + 1 < work.behind) load_q(chunk + 1);
       cp_async_commit();
-      if (done && chunk + 1 < behind) load_v_t_p(chunk + 1);
+      if (done && chunk + 1 < work.behind) load_v_t_p(chunk + 1);
       cp_async_commit();
 
-      update_state(S, v_new, gates.factor[kDecayOut], gates.factor[kDecayQ][last - 1], k_a + stage,
-                   scales);
+      update_state(S, v_new, gates.factor[kDecayOut], gates.factor[kDecayQ][last - 1],
+                   s.k[chunk & 1]);
       first = done ? 0 : last;
       chunk += done;
     }
 
-    if (p.making_maps || (p.rule.final_state.data && behind == chunks)) store_state(S, scales);
+    if (p.making_maps || (p.rule.final_state.data && left_from(work.behind) <= 0)) store_state(S);
   }
 };
 

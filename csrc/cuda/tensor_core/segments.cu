@@ -7,18 +7,29 @@
 namespace deltanet::cuda::tensor_core {
 namespace {
 
-constexpr int kThreads = 256, kColumns = 16, kRows = 128, kSlab = 32;
-// Words of skew: rows of 16 bytes stay aligned, and what a warp reads or writes at once lies in
-// different banks.
-constexpr int kPitchS = kColumns + 4, kPitchM = kSlab + 4;
+constexpr int kRows = 128, kSlab = 32;
+constexpr int kPitchM = kSlab + 4;  // rows of 16 bytes, and float4 of 2 rows on different banks
 
-struct Shared {
-  alignas(16) float S[kRows * kPitchS];
-  alignas(16) float M[kRows * kPitchM];  // some columns of M
+template <int kColumns_>
+struct SegmentsTraits {
+  static constexpr int kColumns = kColumns_;
+  static constexpr int kThreads = kRows / 4 * (kColumns / 2);  // 4 rows x 2 columns each
+  // Of half a warp, which stores 8 bytes a lane, 4 rows lie kColumns banks apart.
+  static constexpr int kPitchS = kColumns + kColumns / 4;
+  static_assert(4 * kPitchS % 32 == kColumns, "no bank conflicts");
+
+  struct Shared {
+    alignas(16) float S[kRows * kPitchS];
+    alignas(16) float M[kRows * kPitchM];  // some columns of M
+  };
 };
 
-__global__ void __launch_bounds__(kThreads) scan_segments_kernel(const __grid_constant__ Params p) {
-  __shared__ Shared shared;
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads)
+    scan_segments_kernel(const __grid_constant__ Params p) {
+  constexpr int kColumns = Traits::kColumns, kThreads = Traits::kThreads;
+  constexpr int kPitchS = Traits::kPitchS, kPairs = kColumns / 2;
+  __shared__ typename Traits::Shared shared;
   const int K = p.rule.dim_k, V = p.rule.dim_v;
   const int column_tiles = (V + kColumns - 1) / kColumns;
   const unsigned key = blockIdx.x / unsigned(column_tiles);
@@ -50,7 +61,8 @@ __global__ void __launch_bounds__(kThreads) scan_segments_kernel(const __grid_co
     shared.S[k * kPitchS + e % kColumns] = x;
   }
 
-  const int row = threadIdx.x / 8 * 4, pair = threadIdx.x % 8 * 2, column = first_column + pair;
+  const int row = threadIdx.x / kPairs * 4, pair = threadIdx.x % kPairs * 2;
+  const int column = first_column + pair;
   for (int64_t s = 1; s < segments; ++s) {
     const float* const M = maps + (s - 1) * keys * K * K;
     float* const start = starts + s * keys * K * V;  // holds U_{s-1}
@@ -98,13 +110,26 @@ __global__ void __launch_bounds__(kThreads) scan_segments_kernel(const __grid_co
   }
 }
 
+template <int kColumns>
+int64_t blocks_of(const Params& p) {
+  return (p.rule.dim_v + kColumns - 1) / kColumns * p.rule.value_heads * p.rule.sequences;
+}
+template <int kColumns>
+void launch_scan_segments(const Params& p, cudaStream_t stream) {
+  using Traits = SegmentsTraits<kColumns>;
+  launch("scan_segments", scan_segments_kernel<Traits>, blocks_of<kColumns>(p), Traits::kThreads,
+         /*dynamic_shared=*/0, stream, p);
+}
+
 }  // namespace
 
 void scan_segments(const Params& p, cudaStream_t stream) {
-  const int64_t column_tiles = (p.rule.dim_v + kColumns - 1) / kColumns;
-  launch("scan_segments", scan_segments_kernel,
-         column_tiles * p.rule.value_heads * p.rule.sequences, kThreads, /*dynamic_shared=*/0,
-         stream, p);
+  // Narrow blocks read the maps twice as often: only where wide ones fill less than half of the
+  // device. Each column is summed alike.
+  if (2 * blocks_of<16>(p) <= processors())
+    launch_scan_segments<8>(p, stream);
+  else
+    launch_scan_segments<16>(p, stream);
 }
 
 }  // namespace deltanet::cuda::tensor_core

@@ -9,11 +9,11 @@
 // exclusive scan over the few maps of a key, once more from the right state (the downsweep).
 // Segments are anchored at the sequence's start, and nothing of an old state is dropped.
 //
-// Work split:  a block of 256 threads = 16 columns of V of one key, serially over its segments; a
-//              thread = 4 rows x 2 columns. Maps are applied to a state, not to each other: that is
-//              K V instead of K (K + V) multiply-adds, and fewer roundings.
+// Work split:  a block = 16 columns of V of one key, serially over its segments, or 8 where there
+//              are few keys; a thread = 4 rows x 2 columns. Maps are applied to a state, not to
+//              each other: that is K V instead of K (K + V) multiply-adds, and fewer roundings.
 // Numerics:    fp32 fused multiply-adds in a fixed order. tf32 maps would cost up to 4e-3.
-// Memory:      reads each M once per 16 columns and each U once; writes S_s over U_{s-1}.
+// Memory:      reads each M once per block and each U once; writes S_s over U_{s-1}.
 #pragma once
 #include "cuda/tensor_core/layout.cuh"
 

@@ -3,41 +3,7 @@
 // recurrence, equation (1). Small enough to be built again and again with seeded bugs.
 #include <random>
 
-#include "cuda/tensor_core/layout.cuh"
-
-// Of the instances only those for bf16, K = 128, exact are built here; the others are never called.
-namespace deltanet::cuda::tensor_core {
-#define UNUSED_PREPARE(Element, kK)                        \
-  template <>                                              \
-  void prepare<Element, kK>(const Params&, cudaStream_t) { \
-    std::abort();                                          \
-  }
-#define UNUSED_SCAN(Element, kK, kPrecision)                                          \
-  template <>                                                                         \
-  void scan_output<Element, kK, Precision::kPrecision>(const Params&, cudaStream_t) { \
-    std::abort();                                                                     \
-  }                                                                                   \
-  template <>                                                                         \
-  int64_t scan_output_shared_bytes<Element, kK, Precision::kPrecision>(int) {         \
-    std::abort();                                                                     \
-  }
-UNUSED_PREPARE(bf16, 64)
-UNUSED_PREPARE(fp16, 64)
-UNUSED_PREPARE(fp16, 128)
-UNUSED_SCAN(bf16, 64, kExact)
-UNUSED_SCAN(bf16, 64, kFast)
-UNUSED_SCAN(bf16, 128, kFast)
-UNUSED_SCAN(fp16, 64, kExact)
-UNUSED_SCAN(fp16, 64, kFast)
-UNUSED_SCAN(fp16, 128, kExact)
-UNUSED_SCAN(fp16, 128, kFast)
-}  // namespace deltanet::cuda::tensor_core
-
-#include "cuda/chunk_table.cu"
-#include "cuda/tensor_core.cu"
-#include "cuda/tensor_core/prepare.cuh"
-#include "cuda/tensor_core/scan_output.cuh"
-#include "cuda/tensor_core/segments.cu"
+#include "bf16_128.cuh"
 #include "testing.cuh"
 using namespace testing;
 using deltanet::DType;
