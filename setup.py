@@ -57,10 +57,12 @@ OPS_SOURCES = [
 CUDA_SOURCES = [
     "csrc/cuda/backward.cu",
     "csrc/cuda/causal_conv1d.cu",
+    "csrc/cuda/causal_conv1d_backward.cu",
     "csrc/cuda/chunk_table.cu",
     "csrc/cuda/forward.cu",
     "csrc/cuda/gate_cumsum.cu",
     "csrc/cuda/gated_rms_norm.cu",
+    "csrc/cuda/gated_rms_norm_backward.cu",
     "csrc/cuda/recurrent_forward.cu",
     "csrc/cuda/simt_adjoint.cu",
     "csrc/cuda/simt_forward.cu",

@@ -12,10 +12,6 @@
 //              channels-last, eight or sixteen bytes at a time.
 #include "cuda/causal_conv1d.cuh"
 
-#include <algorithm>
-#include <stdexcept>
-#include <string>
-
 #include "cuda/launch.cuh"
 #include "cuda/silu.cuh"
 
@@ -147,16 +143,6 @@ __global__ void __launch_bounds__(kThreads)
     store_float(state.data, state.dtype, at + i * state.stride[2],
                 from >= 0 ? input_at(p, b, d, from) : past_input(p, slot, d, int(-from)));
   }
-}
-
-void check_supported(const char* op, const CausalConv1dParams& p) {
-  if (p.is_double())
-    throw std::invalid_argument(std::string(op) +
-                                ": x is float64; supported on CUDA: float32, bfloat16, float16 "
-                                "(float64 runs on the CPU)");
-  if (p.width < 1 || p.width > kMaxConvWidth)
-    throw std::invalid_argument(std::string(op) + ": weight has width " + std::to_string(p.width) +
-                                "; supported: 1 to " + std::to_string(kMaxConvWidth));
 }
 
 template <int kTaps>

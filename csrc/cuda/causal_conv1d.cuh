@@ -11,6 +11,8 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 
 #include "cuda/causal_conv1d.h"
 #include "cuda/load.cuh"
@@ -242,6 +244,16 @@ __device__ __forceinline__ void convolve(const CausalConv1dParams& p, const floa
     for (int k = 0; k < kRun; ++k)  // z stays in registers
       if (k == r) z[k] = sum;
   }
+}
+
+inline void check_supported(const char* op, const CausalConv1dParams& p) {
+  if (p.is_double())
+    throw std::invalid_argument(std::string(op) +
+                                ": x is float64; supported on CUDA: float32, bfloat16, float16 "
+                                "(float64 runs on the CPU)");
+  if (p.width < 1 || p.width > kMaxConvWidth)
+    throw std::invalid_argument(std::string(op) + ": weight has width " + std::to_string(p.width) +
+                                "; supported: 1 to " + std::to_string(kMaxConvWidth));
 }
 
 }  // namespace deltanet::cuda::conv

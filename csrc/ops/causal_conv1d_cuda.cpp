@@ -73,6 +73,25 @@ std::tuple<Tensor, Tensor> causal_conv1d_forward(Tensor x, Tensor weight, Option
   return {out, final_states};
 }
 
+ConvGradients causal_conv1d_backward(OptionalTensor grad_out, OptionalTensor grad_final_states,
+                                     Tensor x, Tensor weight, OptionalTensor bias,
+                                     OptionalTensor initial_states, OptionalTensor seq_idx,
+                                     OptionalTensor cu_seqlens, bool silu, int64_t wanted) {
+  const char* op = "causal_conv1d_backward";
+  auto p = check_call<cuda::ConvBackwardParams>(op, x, weight, bias, silu);
+  check_sequences(op, x, initial_states, seq_idx, cu_seqlens, grad_final_states.has_value(), p);
+  check_upstream(op, check_device, grad_out, grad_final_states, x, p.states, p);
+  const ConvGradients results =
+      make_gradients(op, new_cuda_tensor, x, weight, bias, initial_states, wanted, p);
+  const auto& [d_x, d_weight, d_bias, d_initial_states] = results;
+  const Tensor workspace = new_workspace(x, cuda::causal_conv1d_backward_workspace(p));
+  const CudaContext context(
+      {grad_out, grad_final_states, x, weight, bias, initial_states, seq_idx, cu_seqlens},
+      {d_x, d_weight, d_bias, d_initial_states, workspace});
+  cuda::causal_conv1d_backward(p, workspace.mutable_data_ptr(), context.stream());
+  return results;
+}
+
 // Writes conv_state.
 Tensor causal_conv1d_update(Tensor x, Tensor conv_state, Tensor weight, OptionalTensor bias,
                             OptionalTensor conv_state_indices, bool silu) {
@@ -93,5 +112,6 @@ Tensor causal_conv1d_update(Tensor x, Tensor conv_state, Tensor weight, Optional
 
 STABLE_TORCH_LIBRARY_IMPL(deltanet_ext, DELTANET_CUDA_KEY, m) {
   m.impl("causal_conv1d_forward", TORCH_BOX(&deltanet::ops::causal_conv1d_forward));
+  m.impl("causal_conv1d_backward", TORCH_BOX(&deltanet::ops::causal_conv1d_backward));
   m.impl("causal_conv1d_update", TORCH_BOX(&deltanet::ops::causal_conv1d_update));
 }

@@ -35,9 +35,29 @@ Tensor gated_rms_norm_forward(Tensor x, Tensor gate, Tensor weight, double eps) 
   return out;
 }
 
+NormGradients gated_rms_norm_backward(Tensor grad_out, Tensor x, Tensor gate, Tensor weight,
+                                      double eps, int64_t wanted) {
+  const char* op = "gated_rms_norm_backward";
+  GatedRmsNormBackwardParams p;
+  static_cast<GatedRmsNormParams&>(p) = check_call(op, x, gate, weight, eps);
+  check_norm_upstream(op, check_device, grad_out, x);
+  const Rows x_rows(x), gate_rows(gate), grad_rows(grad_out);
+  p.x = x_rows.view();
+  p.gate = gate_rows.view();
+  p.grad_output = grad_rows.view();
+  const NormGradients results = make_gradients(new_cuda_tensor, x, gate, weight, wanted, p);
+  const auto& [d_x, d_gate, d_weight] = results;
+  const Tensor workspace = new_workspace(x, cuda::gated_rms_norm_backward_workspace(p));
+  const CudaContext context({x_rows.tensor(), gate_rows.tensor(), weight, grad_rows.tensor()},
+                            {d_x, d_gate, d_weight, workspace});
+  cuda::gated_rms_norm_backward(p, workspace.mutable_data_ptr(), context.stream());
+  return results;
+}
+
 }  // namespace
 }  // namespace deltanet::ops
 
 STABLE_TORCH_LIBRARY_IMPL(deltanet_ext, DELTANET_CUDA_KEY, m) {
   m.impl("gated_rms_norm_forward", TORCH_BOX(&deltanet::ops::gated_rms_norm_forward));
+  m.impl("gated_rms_norm_backward", TORCH_BOX(&deltanet::ops::gated_rms_norm_backward));
 }
