@@ -48,8 +48,7 @@ __global__ void __launch_bounds__(kThreads)
     shared.places[threadIdx.x] = first + threadIdx.x < p.tokens
                                      ? place_of(p, p, b, first + threadIdx.x)
                                      : Place{0, 0, -1};
-  load_tile(p.x, layout, b, channel, p.channels, first - kTaps, kTaps + kTokens, p.tokens,
-            shared.tile);
+  load_tile<kTaps>(p.x, layout, b, channel, p.channels, first, kTokens, p.tokens, shared.tile);
   __syncthreads();  // the tile, the taps and the places are complete
 
   const int c = int(threadIdx.x) % kQuads * 4;

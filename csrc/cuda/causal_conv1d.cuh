@@ -100,10 +100,10 @@ __device__ __forceinline__ Place place_of(const CausalConv1dParams& p, const Con
 // ---- tiles
 // ---------------------------------------------------------------------------------------
 
-// Offset of an element of a tile. Quads of four neighboring rows change places by these rows, so
-// that eight lanes along tokens meet other banks.
+// Offset of an element of a tile. The quads of a row change places by row / 4, so that eight lanes
+// that have a quad of tokens each meet other banks.
 __device__ __forceinline__ int tile_at(int row, int channel) {
-  return row * kChannels + (channel ^ (row / 4 % 8 * 4));
+  return row * kChannels + (channel ^ (row & 28));
 }
 __device__ __forceinline__ float4 tile_quad(const float* tile, int row, int channel) {
   return *reinterpret_cast<const float4*>(tile + tile_at(row, channel));
@@ -124,8 +124,9 @@ Layout layout_of(const View3& x) {
   return {along_tokens, quads_along(x, along_tokens ? 2 : 1)};
 }
 
-// Tokens first to first + rows of batch row b as fp32 rows; zeros outside of [0, tokens), and for
-// channels that are not there. `first` and `rows` are multiples of 4.
+// Tokens first - kBefore to first + rows of batch row b as fp32 rows; zeros outside of [0, tokens),
+// and for channels that are not there. `first`, kBefore and `rows` are multiples of 4.
+template <int kBefore>
 __device__ __forceinline__ void load_tile(const View<3>& x, Layout layout, int64_t b,
                                           int64_t channel, int64_t channels, int64_t first,
                                           int rows, int64_t tokens, float* tile) {
@@ -133,8 +134,8 @@ __device__ __forceinline__ void load_tile(const View<3>& x, Layout layout, int64
   if (!layout.along_tokens) {
     const int c = int(threadIdx.x) % kQuads * 4;
     const int count = clamp_to(channels - channel - c, 4);
-    for (int row = int(threadIdx.x) / kQuads; row < rows; row += kGroups) {
-      const int64_t t = first + row;
+    for (int row = int(threadIdx.x) / kQuads; row < kBefore + rows; row += kGroups) {
+      const int64_t t = first - kBefore + row;
       const bool there = t >= 0 && t < tokens;
       set_tile_quad(tile, row, c,
                     load_quad(x.data, x.dtype, base + c * x.stride[1] + t * x.stride[2],
@@ -142,11 +143,8 @@ __device__ __forceinline__ void load_tile(const View<3>& x, Layout layout, int64
     }
     return;
   }
-  // Eight lanes along 32 tokens, four along channels.
-  for (int i = int(threadIdx.x); i < (rows + 31) / 32 * 8 * kChannels; i += kThreads) {
-    const int row = i / (8 * kChannels) * 32 + i % 8 * 4, c = i / 8 % kChannels;
-    if (row >= rows) continue;
-    const int64_t t = first + row;
+  const auto move_tokens = [&](int row, int c) {
+    const int64_t t = first - kBefore + row;
     const bool there = t >= 0 && c < channels - channel;
     const float4 quad =
         load_quad(x.data, x.dtype, base + c * x.stride[1] + t * x.stride[2], x.stride[2],
@@ -155,7 +153,14 @@ __device__ __forceinline__ void load_tile(const View<3>& x, Layout layout, int64
     tile[tile_at(row + 1, c)] = quad.y;
     tile[tile_at(row + 2, c)] = quad.z;
     tile[tile_at(row + 3, c)] = quad.w;
+  };
+  // Eight lanes along 32 tokens, from `first` on: whole sectors. Four lanes along channels.
+  for (int i = int(threadIdx.x); i < (rows + 31) / 32 * 8 * kChannels; i += kThreads) {
+    const int row = i / (8 * kChannels) * 32 + i % 8 * 4;
+    if (row < rows) move_tokens(kBefore + row, i / 8 % kChannels);
   }
+  for (int i = int(threadIdx.x); i < kBefore / 4 * kChannels; i += kThreads)
+    move_tokens(i / kChannels * 4, i % kChannels);
 }
 
 // ---- taps

@@ -112,19 +112,26 @@ __device__ __forceinline__ void add_products(const ConvBackwardParams& p,
                                              float (&sums)[kTaps + 1]) {
   constexpr int kPart = kTokens / kSumGroups;
   const int c = int(threadIdx.x) % kChannels, first = int(threadIdx.x) / kChannels * kPart;
-#pragma unroll 2
+  float x[kTaps];  // by distance from the token at hand
+#pragma unroll
+  for (int i = 1; i < kTaps; ++i) x[i - 1] = shared.x[tile_at(kTaps + first - i, c)];
+#pragma unroll 4
   for (int row = first; row < first + kPart; ++row) {
+#pragma unroll
+    for (int i = kTaps - 1; i > 0; --i) x[i] = x[i - 1];
+    x[0] = shared.x[tile_at(kTaps + row, c)];
     const Place place = shared.places[row];
+    if (place.sequence < 0) continue;
     const float d = shared.dz[tile_at(row, c)];
 #pragma unroll
-    for (int i = 0; i < kTaps; ++i) {
-      if (i >= p.width || place.sequence < 0) continue;
-      const float x = i <= place.behind
-                          ? shared.x[tile_at(kTaps + row - i, c)]
-                          : past_input(p, place.sequence, channel + c, i - place.behind);
-      sums[i] = fmaf(d, x, sums[i]);
-    }
+    for (int i = 0; i < kTaps; ++i)
+      if (i < p.width && i <= place.behind) sums[i] = fmaf(d, x[i], sums[i]);
     sums[kTaps] += d;
+    if (place.behind == p.width - 1) continue;
+#pragma unroll
+    for (int i = 1; i < kTaps; ++i)
+      if (i < p.width && i > place.behind)
+        sums[i] = fmaf(d, past_input(p, place.sequence, channel + c, i - place.behind), sums[i]);
   }
 }
 
@@ -148,11 +155,10 @@ __global__ void __launch_bounds__(kThreads)
       shared.places[threadIdx.x] = first + threadIdx.x < p.tokens
                                        ? place_of(p, p, b, first + threadIdx.x)
                                        : Place{0, 0, -1};
-    load_tile(p.x, options.x, b, channel, p.channels, first - kTaps, kTaps + kRows, p.tokens,
-              shared.x);
+    load_tile<kTaps>(p.x, options.x, b, channel, p.channels, first, kRows, p.tokens, shared.x);
     if (p.grad_output.data)
-      load_tile(p.grad_output, options.grad_output, b, channel, p.channels, first, kRows, p.tokens,
-                shared.dz);
+      load_tile<0>(p.grad_output, options.grad_output, b, channel, p.channels, first, kRows,
+                   p.tokens, shared.dz);
     else
       for (int i = int(threadIdx.x); i < kRows * kChannels; i += kThreads) shared.dz[i] = 0.f;
     __syncthreads();  // x, dy and the places are complete (first: the taps)
