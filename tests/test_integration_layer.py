@@ -16,7 +16,7 @@ import torch
 
 from closeness import assert_same_bits
 from deltanet_ext import layer
-from deltanet_ext.integrations import _layer
+from deltanet_ext.integrations import _registry
 from deltanet_ext.integrations import transformers as switch
 
 transformers = pytest.importorskip("transformers", minversion="5.15")
@@ -28,7 +28,7 @@ FUNCTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
 
 @pytest.fixture(autouse=True)
 def _switched_off() -> Iterator[None]:
-    _layer._reasons_logged.clear()
+    _registry._reasons_logged.clear()
     yield
     switch.disable()
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import deltanet_ext
+from deltanet_ext.integrations import _registry
 from deltanet_ext.integrations import transformers as switch
 
 transformers = pytest.importorskip("transformers", minversion="4.57")
@@ -197,7 +198,7 @@ def test_a_function_of_the_users_own_stays(calls):
                 deltanet_ext.disable()
                 assert module.torch_chunk_gated_delta_rule is own
             finally:
-                module.torch_chunk_gated_delta_rule = switch._original(original)
+                module.torch_chunk_gated_delta_rule = _registry.original(original)
             assert len(theirs) == LINEAR
 
 
