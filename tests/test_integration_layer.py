@@ -21,7 +21,7 @@ from deltanet_ext.integrations import transformers as switch
 
 transformers = pytest.importorskip("transformers", minversion="5.15")
 
-from test_integration_transformers import IDS, KINDS, PAST, build, greedy, modeling  # noqa: E402
+from tiny_models import IDS, KINDS, PAST, build, greedy, modeling  # noqa: E402
 
 FUNCTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
 

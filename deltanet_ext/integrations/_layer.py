@@ -2,9 +2,11 @@
 """The part of the switch in transformers.py that is not the rule: the short convolution before it,
 and the gated norm behind it.
 
-A modeling file (5.15 and newer) calls `causal_conv1d_fn` and `causal_conv1d_update` by name, so a
-wrapper takes their place. The norm is a class of the file, `...RMSNormGated`; its `forward` is
-replaced, for a class that computes what ours does: that is tried out on a few numbers first.
+A modeling file calls `causal_conv1d_fn` and `causal_conv1d_update` by name, so a wrapper takes
+their place; up to 5.14 they are attributes of a layer (transformers.py), the first of them None
+where the causal-conv1d package is missing. The norm is a class of the file, `...RMSNormGated`; its
+`forward` is replaced, for a class that computes what ours does: that is tried out on a few numbers
+first.
 A call that is not ours goes to what was there before, and the log says why, once per reason.
 """
 
@@ -18,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from deltanet_ext import _load, layer, reference
 from deltanet_ext._layer_checks import MAX_CONV_WIDTH, MAX_CUDA_NORM_COLUMNS
@@ -38,7 +41,7 @@ _log = logging.getLogger("deltanet_ext")
 def switch(module: ModuleType, is_active: Callable[[], bool], *, functions: bool) -> None:
     """Puts wrappers into a modeling file; they do nothing while `is_active()` is False.
 
-    `functions`: the convolution's too. Up to 5.14 layers keep copies of them, which are left alone.
+    `functions`: the convolution's too. Up to 5.14 layers keep these as attributes: `attributes()`.
     """
     for name, wrap in (
         ("causal_conv1d_fn", _wrap_convolution),
@@ -49,6 +52,28 @@ def switch(module: ModuleType, is_active: Callable[[], bool], *, functions: bool
     for held in list(vars(module).values()):
         if _is_norm(held, module):
             replace(module, held, "forward", functools.partial(_wrap_norm, is_active=is_active))
+
+
+def attributes(
+    module: ModuleType, is_active: Callable[[], bool]
+) -> dict[str, list[tuple[Any, Callable]]]:
+    """Up to 5.14: for each attribute of a layer, what transformers may have put there, and ours."""
+    function = module.__dict__.get("causal_conv1d_fn")
+    updates = (module.__dict__.get(f"{form}causal_conv1d_update") for form in ("torch_", ""))
+    ours = _wrap_convolution(function or _without_a_function, is_active, first="x")
+    return {
+        "causal_conv1d_fn": [(function, ours)],
+        "causal_conv1d_update": [(held, _wrap_update(held, is_active)) for held in updates if held],
+    }
+
+
+def _without_a_function(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **_: Any
+) -> torch.Tensor:
+    """What layers up to 5.14 compute where their `causal_conv1d_fn` is None."""
+    width = weight.shape[-1]
+    z = F.conv1d(x, weight.unsqueeze(1), bias, padding=width - 1, groups=x.shape[1])
+    return F.silu(z[..., : x.shape[-1]])
 
 
 def _reason_to_decline(**tensors: Any) -> str | None:
@@ -84,8 +109,10 @@ def _reason_convolution(x: Any, weight: Any, bias: Any, activation: Any, **more:
     return None
 
 
-def _wrap_convolution(original: Callable, is_active: Callable[[], bool]) -> Callable:
-    parameters = ("hidden_states", "weight", "bias", "activation")
+def _wrap_convolution(
+    original: Callable, is_active: Callable[[], bool], first: str = "hidden_states"
+) -> Callable:
+    parameters = (first, "weight", "bias", "activation")
 
     @named_like(original)
     def causal_conv1d_fn(*args: Any, **kwargs: Any) -> Any:

@@ -210,19 +210,27 @@ def _layers_with_attributes(module: ModuleType) -> list[type]:
     return [layer for layer in found if layer.__module__ == module.__name__ and keeps_them(layer)]
 
 
-def _attribute(module: ModuleType, name: str, _: Any) -> property:
+def _attributes(module: ModuleType) -> dict[str, list[tuple[Any, Callable]]]:
+    """For each attribute of such a layer, what transformers may have put there, and ours for it."""
+    found = {}
+    for name, (rule, fast) in _ATTRIBUTES.items():
+        theirs = [module.__dict__[rule], module.__dict__.get(fast)]
+        found[name] = [(held, _wrap_rule(rule, held)) for held in theirs if held]
+    return found
+
+
+def _attribute(
+    name: str, wrappers: list[tuple[Any, Callable]], is_active: Callable[[], bool], _: Any
+) -> property:
     """Shows what transformers puts into this attribute of a layer through a wrapper, and anything
     else, such as a function of the user's, as it is. (Last argument: the class has no such name.)
     """
-    rule, fast = _ATTRIBUTES[name]
-    theirs = [module.__dict__[rule], module.__dict__.get(fast)]
-    wrappers = [(held, _wrap_rule(rule, held)) for held in theirs if held]
 
     def get(layer: Any) -> Any:
         if name not in layer.__dict__:
             raise AttributeError(name)
         found = layer.__dict__[name]
-        for held, wrapper in wrappers:
+        for held, wrapper in wrappers if is_active() else ():
             if found is held:
                 return wrapper
         return found
@@ -236,15 +244,29 @@ def _attribute(module: ModuleType, name: str, _: Any) -> property:
     return property(get, put, delete)
 
 
+def _is_active() -> bool:
+    return _active
+
+
+def _is_layer_active() -> bool:
+    return _active and _whole_layer
+
+
 def _switch(module: ModuleType) -> None:
     layers = _layers_with_attributes(module)
-    _layer.switch(module, lambda: _active and _whole_layer, functions=not layers)
-    for layer in layers:
-        for name in _ATTRIBUTES:
-            _registry.replace(module, layer, name, functools.partial(_attribute, module, name))
+    _layer.switch(module, _is_layer_active, functions=not layers)
     for name in () if layers else _RULES:
         if module.__dict__.get(name) is not None:
             _registry.replace(module, module, name, functools.partial(_wrap_rule, name))
+    for layer in layers:
+        for attributes, is_active in (
+            (_attributes(module), _is_active),
+            (_layer.attributes(module, _is_layer_active), _is_layer_active),
+        ):
+            for name, wrappers in attributes.items():
+                if name in layer.__init__.__code__.co_names:  # type: ignore[misc]
+                    make = functools.partial(_attribute, name, wrappers, is_active)
+                    _registry.replace(module, layer, name, make)
 
 
 class _ImportHook(importlib.abc.MetaPathFinder):
