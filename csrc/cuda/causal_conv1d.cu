@@ -4,8 +4,10 @@
 //
 //   z_t = bias + sum_j weight_j x_{t - (W - 1) + j},   y_t = z_t, or z_t sigmoid(z_t)
 //
-// Work split:  forward_kernel: one block = kTokens tokens and kChannels channels of a batch row.
-//              final_states_kernel, update_kernel: one thread = one channel of a sequence.
+// Work split:  causal_conv1d_kernel: one block = kTokens tokens and kChannels channels of a batch
+// row.
+//              conv_final_states_kernel, causal_conv1d_update_kernel: one thread = one channel of a
+//              sequence.
 // Numerics:    fp32, one order of taps everywhere, so that prefill, continuation and update agree
 //              bit for bit, alone, in a batch and packed.
 // Memory:      x is read once, but for the W - 1 tokens before a tile; y is written once,
@@ -35,7 +37,7 @@ __device__ __forceinline__ float4 silu_of(float4 z) {
 
 template <int kTaps>
 __global__ void __launch_bounds__(kThreads)
-    forward_kernel(const __grid_constant__ ConvParams p, Layout layout, bool output_quads) {
+    causal_conv1d_kernel(const __grid_constant__ ConvParams p, Layout layout, bool output_quads) {
   __shared__ ForwardShared<kTaps> shared;
   const unsigned channel_blocks = unsigned((p.channels + kChannels - 1) / kChannels);
   const unsigned token_blocks = unsigned((p.tokens + kTokens - 1) / kTokens);
@@ -45,9 +47,8 @@ __global__ void __launch_bounds__(kThreads)
 
   load_taps(p, channel, shared.taps);
   if (threadIdx.x < kTokens)
-    shared.places[threadIdx.x] = first + threadIdx.x < p.tokens
-                                     ? place_of(p, p, b, first + threadIdx.x)
-                                     : Place{0, 0, -1};
+    shared.places[threadIdx.x] =
+        first + threadIdx.x < p.tokens ? place_of(p, p, b, first + threadIdx.x) : Place{0, 0, -1};
   load_tile<kTaps>(p.x, layout, b, channel, p.channels, first, kTokens, p.tokens, shared.tile);
   __syncthreads();  // the tile, the taps and the places are complete
 
@@ -81,34 +82,32 @@ int64_t row_channel_blocks(int64_t rows, int64_t channels) {
 
 __device__ __forceinline__ float input_at(const CausalConv1dParams& p, int64_t b, int64_t d,
                                           int64_t t) {
-  return load_float(p.x.data, p.x.dtype,
-                    b * p.x.stride[0] + d * p.x.stride[1] + t * p.x.stride[2]);
+  return load_float(p.x.data, p.x.dtype, b * p.x.stride[0] + d * p.x.stride[1] + t * p.x.stride[2]);
 }
 
 __global__ void __launch_bounds__(kThreads)
-    final_states_kernel(const __grid_constant__ ConvParams p) {
+    conv_final_states_kernel(const __grid_constant__ ConvParams p) {
   const auto [n, d] = row_channel(p.channels);
   if (d >= p.channels) return;
   const Span span = span_of(p, n, p.tokens);
   const auto& to = p.final_states;
   for (int64_t i = 0; i < p.state_tokens; ++i) {
     const int64_t t = span.end - p.state_tokens + i;
-    const float x = t >= span.begin ? input_at(p, span.batch, d, t)
-                                    : past_input(p, n, d, int(span.begin - t));
+    const float x =
+        t >= span.begin ? input_at(p, span.batch, d, t) : past_input(p, n, d, int(span.begin - t));
     store_float(to.data, to.dtype, n * to.stride[0] + d * to.stride[1] + i * to.stride[2], x);
   }
 }
 
 __global__ void __launch_bounds__(kThreads)
-    update_kernel(const __grid_constant__ ConvParams p) {
+    causal_conv1d_update_kernel(const __grid_constant__ ConvParams p) {
   const auto [b, d] = row_channel(p.channels);
   if (d >= p.channels) return;
   const auto& y = p.output;
   const int64_t to = b * y.stride[0] + d * y.stride[1];
   const int64_t slot = p.slots.data ? index_at(p.slots, b * p.slots.stride[0]) : b;
   if (slot < 0 || slot >= p.states) {
-    for (int64_t t = 0; t < p.tokens; ++t)
-      store_float(y.data, y.dtype, to + t * y.stride[2], 0.f);
+    for (int64_t t = 0; t < p.tokens; ++t) store_float(y.data, y.dtype, to + t * y.stride[2], 0.f);
     return;
   }
 
@@ -117,9 +116,10 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int i = 0; i < kMaxConvWidth; ++i) {
     x[i] = i >= 1 && i < p.width ? past_input(p, slot, d, i) : 0.f;
-    taps[i] = i < p.width ? load_float(p.weight.data, p.weight.dtype,
-                                       d * p.weight.stride[0] + (p.width - 1 - i) * p.weight.stride[1])
-                          : 0.f;
+    taps[i] = i < p.width
+                  ? load_float(p.weight.data, p.weight.dtype,
+                               d * p.weight.stride[0] + (p.width - 1 - i) * p.weight.stride[1])
+                  : 0.f;
   }
   const float bias =
       p.bias.data ? load_float(p.bias.data, p.bias.dtype, d * p.bias.stride[0]) : 0.f;
@@ -146,10 +146,10 @@ __global__ void __launch_bounds__(kThreads)
 
 template <int kTaps>
 void run_forward(const ConvParams& p, cudaStream_t stream) {
-  const int64_t blocks = p.batch * ((p.tokens + kTokens - 1) / kTokens) *
-                         ((p.channels + kChannels - 1) / kChannels);
-  launch("causal_conv1d_fn", forward_kernel<kTaps>, blocks, kThreads, /*dynamic_shared=*/0, stream,
-         p, layout_of(p.x), quads_along(p.output, 1));
+  const int64_t blocks =
+      p.batch * ((p.tokens + kTokens - 1) / kTokens) * ((p.channels + kChannels - 1) / kChannels);
+  launch("causal_conv1d_fn", causal_conv1d_kernel<kTaps>, blocks, kThreads, /*dynamic_shared=*/0,
+         stream, p, layout_of(p.x), quads_along(p.output, 1));
 }
 
 }  // namespace
@@ -158,13 +158,14 @@ void causal_conv1d(const ConvParams& p, cudaStream_t stream) {
   check_supported("causal_conv1d_fn", p);
   p.width <= 4 ? run_forward<4>(p, stream) : run_forward<8>(p, stream);
   if (p.final_states && p.state_tokens > 0)
-    launch("causal_conv1d_fn", final_states_kernel, row_channel_blocks(p.states, p.channels),
+    launch("causal_conv1d_fn", conv_final_states_kernel, row_channel_blocks(p.states, p.channels),
            kThreads, /*dynamic_shared=*/0, stream, p);
 }
 
 void causal_conv1d_update(const ConvParams& p, cudaStream_t stream) {
   check_supported("causal_conv1d_update", p);
-  launch("causal_conv1d_update", update_kernel, row_channel_blocks(p.batch, p.channels), kThreads,
+  launch("causal_conv1d_update", causal_conv1d_update_kernel,
+         row_channel_blocks(p.batch, p.channels), kThreads,
          /*dynamic_shared=*/0, stream, p);
 }
 

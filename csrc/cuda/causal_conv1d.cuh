@@ -5,8 +5,8 @@
 //
 // A block works on kConvChannels channels of some neighboring tokens of a batch row, whatever
 // sequences they belong to. Their x lies in shared memory as fp32 rows, one per token, so that both
-// layouts of x are read coalesced, each byte once but for the W - 1 tokens before the tile. A thread
-// has a quad of channels and a run of tokens.
+// layouts of x are read coalesced, each byte once but for the W - 1 tokens before the tile. A
+// thread has a quad of channels and a run of tokens.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -20,8 +20,8 @@
 namespace deltanet::cuda::conv {
 
 constexpr int kThreads = 256;
-constexpr int kChannels = 64;            // of a block
-constexpr int kQuads = kChannels / 4;    // of a row
+constexpr int kChannels = 64;               // of a block
+constexpr int kQuads = kChannels / 4;       // of a row
 constexpr int kGroups = kThreads / kQuads;  // threads that have the same channels
 constexpr int kRun = 4;                     // tokens of a thread at a time
 
@@ -146,9 +146,8 @@ __device__ __forceinline__ void load_tile(const View<3>& x, Layout layout, int64
   const auto move_tokens = [&](int row, int c) {
     const int64_t t = first - kBefore + row;
     const bool there = t >= 0 && c < channels - channel;
-    const float4 quad =
-        load_quad(x.data, x.dtype, base + c * x.stride[1] + t * x.stride[2], x.stride[2],
-                  there ? clamp_to(tokens - t, 4) : 0, layout.quads);
+    const float4 quad = load_quad(x.data, x.dtype, base + c * x.stride[1] + t * x.stride[2],
+                                  x.stride[2], there ? clamp_to(tokens - t, 4) : 0, layout.quads);
     tile[tile_at(row, c)] = quad.x;
     tile[tile_at(row + 1, c)] = quad.y;
     tile[tile_at(row + 2, c)] = quad.z;
@@ -191,9 +190,9 @@ __device__ __forceinline__ float past_input(const CausalConv1dParams& p, int64_t
                                             int64_t channel, int back) {
   const auto& s = p.initial_states;
   if (!s.data || channel >= p.channels) return 0.f;
-  return load_float(s.data, s.dtype,
-                    sequence * s.stride[0] + channel * s.stride[1] +
-                        (p.state_tokens - back) * s.stride[2]);
+  return load_float(
+      s.data, s.dtype,
+      sequence * s.stride[0] + channel * s.stride[1] + (p.state_tokens - back) * s.stride[2]);
 }
 
 // The one order of a sum over taps: the farthest token first, so that every kernel has the same

@@ -44,8 +44,8 @@ void causal_conv1d(const ConvParams& p, cudaStream_t stream);
 // (final_states is the same view). cu_seqlens and seq_idx are not used. No slot may occur twice.
 void causal_conv1d_update(const ConvParams& p, cudaStream_t stream);
 
-// Equations (31) to (33), with bytes of device memory for sums (256-byte aligned, contents undefined
-// before and after). `slots` is not used.
+// Equations (31) to (33), with bytes of device memory for sums (256-byte aligned, contents
+// undefined before and after). `slots` is not used.
 size_t causal_conv1d_backward_workspace(const ConvBackwardParams& p);
 void causal_conv1d_backward(const ConvBackwardParams& p, void* workspace, cudaStream_t stream);
 

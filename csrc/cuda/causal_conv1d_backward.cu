@@ -7,9 +7,10 @@
 //
 // Nothing is kept by the forward pass: z is computed again.
 //
-// Work split:  backward_kernel: one block = kStripTiles tiles of kTokens tokens and kChannels
+// Work split:  causal_conv1d_backward_kernel: one block = kStripTiles tiles of kTokens tokens and
+// kChannels
 //              channels of a batch row. column_sums_kernel adds up what blocks leave of the sums.
-//              state_gradient_kernel: one thread = one channel of a sequence.
+//              conv_state_gradient_kernel: one thread = one channel of a sequence.
 // Numerics:    fp32; sums over a strip in fp32, these sums in double. No order but that of shapes.
 // Memory:      x and dy are read once, but for W - 1 tokens beside a tile; dx is written once, and
 //              W + 1 sums per channel and strip.
@@ -137,8 +138,8 @@ __device__ __forceinline__ void add_products(const ConvBackwardParams& p,
 
 template <int kTaps>
 __global__ void __launch_bounds__(kThreads)
-    backward_kernel(const __grid_constant__ ConvBackwardParams p,
-                    const __grid_constant__ BackwardOptions options) {
+    causal_conv1d_backward_kernel(const __grid_constant__ ConvBackwardParams p,
+                                  const __grid_constant__ BackwardOptions options) {
   __shared__ BackwardShared<kTaps> shared;
   constexpr int kRows = BackwardShared<kTaps>::kRows;
   const unsigned channel_blocks = unsigned((p.channels + kChannels - 1) / kChannels);
@@ -152,9 +153,8 @@ __global__ void __launch_bounds__(kThreads)
   float sums[kTaps + 1] = {};
   for (int64_t first = begin; first < end; first += kTokens) {
     if (threadIdx.x < kRows)
-      shared.places[threadIdx.x] = first + threadIdx.x < p.tokens
-                                       ? place_of(p, p, b, first + threadIdx.x)
-                                       : Place{0, 0, -1};
+      shared.places[threadIdx.x] =
+          first + threadIdx.x < p.tokens ? place_of(p, p, b, first + threadIdx.x) : Place{0, 0, -1};
     load_tile<kTaps>(p.x, options.x, b, channel, p.channels, first, kRows, p.tokens, shared.x);
     if (p.grad_output.data)
       load_tile<0>(p.grad_output, options.grad_output, b, channel, p.channels, first, kRows,
@@ -230,9 +230,9 @@ __device__ __forceinline__ float slope_gradient(const ConvBackwardParams& p, con
         i <= k ? load_float(x.data, x.dtype,
                             span.batch * x.stride[0] + d * x.stride[1] + (t - i) * x.stride[2])
                : past_input(p, n, d, i - k);
-    z = fmaf(load_float(p.weight.data, p.weight.dtype,
-                        d * p.weight.stride[0] + j * p.weight.stride[1]),
-             seen, z);
+    z = fmaf(
+        load_float(p.weight.data, p.weight.dtype, d * p.weight.stride[0] + j * p.weight.stride[1]),
+        seen, z);
   }
   float value, slope;
   silu_and_slope(z, value, slope);
@@ -240,7 +240,7 @@ __device__ __forceinline__ float slope_gradient(const ConvBackwardParams& p, con
 }
 
 __global__ void __launch_bounds__(kThreads)
-    state_gradient_kernel(const __grid_constant__ ConvBackwardParams p) {
+    conv_state_gradient_kernel(const __grid_constant__ ConvBackwardParams p) {
   const unsigned blocks = unsigned((p.channels + kThreads - 1) / kThreads);
   const int64_t n = blockIdx.x / blocks;
   const int64_t d = int64_t(blockIdx.x % blocks) * kThreads + threadIdx.x;
@@ -280,7 +280,7 @@ template <int kTaps>
 void run_backward(const ConvBackwardParams& p, float* sums, cudaStream_t stream) {
   const BackwardOptions options = {layout_of(p.x), layout_of(p.grad_output), quads_along(p.d_x, 1),
                                    sums};
-  launch("causal_conv1d_backward", backward_kernel<kTaps>,
+  launch("causal_conv1d_backward", causal_conv1d_backward_kernel<kTaps>,
          strips_of(p) * ((p.channels + kChannels - 1) / kChannels), kThreads, /*dynamic_shared=*/0,
          stream, p, options);
 }
@@ -304,9 +304,8 @@ void causal_conv1d_backward(const ConvBackwardParams& p, void* workspace, cudaSt
     sum_columns(op, sums, strips_of(p), (p.width + 1) * p.channels,
                 StoreWeights{p.channels, p.width, p.d_weight, p.d_bias}, stream);
   if (p.d_initial_states && p.width > 1)
-    launch(op, state_gradient_kernel,
-           p.states * ((p.channels + kThreads - 1) / kThreads), kThreads, /*dynamic_shared=*/0,
-           stream, p);
+    launch(op, conv_state_gradient_kernel, p.states * ((p.channels + kThreads - 1) / kThreads),
+           kThreads, /*dynamic_shared=*/0, stream, p);
 }
 
 }  // namespace deltanet::cuda

@@ -26,7 +26,7 @@ struct ForwardQuads {
 
 template <int kGroup, int kQuads>
 __global__ void __launch_bounds__(kThreads)
-    forward_kernel(const __grid_constant__ GatedRmsNormParams p, ForwardQuads quads) {
+    gated_rms_norm_kernel(const __grid_constant__ GatedRmsNormParams p, ForwardQuads quads) {
   __shared__ GroupSum<kGroup> shared;
   const int64_t row = int64_t(blockIdx.x) * (kThreads / kGroup) + threadIdx.x / kGroup;
   if (row >= p.rows) return;  // a whole group
@@ -53,7 +53,8 @@ void run(const GatedRmsNormParams& p, cudaStream_t stream) {
   constexpr int kRows = kThreads / kGroup;
   const ForwardQuads quads = {quads_along(p.x, 1), quads_along(p.gate, 1), quads_along(p.weight, 0),
                               quads_along(p.output, 1)};
-  launch("gated_rms_norm", forward_kernel<kGroup, kQuads>, (p.rows + kRows - 1) / kRows, kThreads,
+  launch("gated_rms_norm", gated_rms_norm_kernel<kGroup, kQuads>, (p.rows + kRows - 1) / kRows,
+         kThreads,
          /*dynamic_shared=*/0, stream, p, quads);
 }
 

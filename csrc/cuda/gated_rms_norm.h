@@ -20,8 +20,8 @@ constexpr int64_t kMaxNormColumns = 8192;
 // Equation (30).
 void gated_rms_norm(const GatedRmsNormParams& p, cudaStream_t stream);
 
-// Equations (34) to (36), with bytes of device memory for sums (256-byte aligned, contents undefined
-// before and after).
+// Equations (34) to (36), with bytes of device memory for sums (256-byte aligned, contents
+// undefined before and after).
 size_t gated_rms_norm_backward_workspace(const GatedRmsNormBackwardParams& p);
 void gated_rms_norm_backward(const GatedRmsNormBackwardParams& p, void* workspace,
                              cudaStream_t stream);

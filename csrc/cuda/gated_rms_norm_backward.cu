@@ -41,8 +41,8 @@ __device__ __forceinline__ void step(float w, float r, float& x, float gate, flo
 
 template <int kGroup, int kQuads>
 __global__ void __launch_bounds__(kThreads)
-    backward_kernel(const __grid_constant__ GatedRmsNormBackwardParams p,
-                    const __grid_constant__ BackwardOptions options) {
+    gated_rms_norm_backward_kernel(const __grid_constant__ GatedRmsNormBackwardParams p,
+                                   const __grid_constant__ BackwardOptions options) {
   constexpr int kGroups = kThreads / kGroup;
   __shared__ GroupSum<kGroup> group_sum;
   __shared__ float4 block_sums[kGroups][kQuads * kGroup];
@@ -62,9 +62,9 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
       const int64_t c = column_of<kGroup>(i);
-      const float4 w = load_quad(p.weight.data, p.weight.dtype, c * p.weight.stride[0],
-                                 p.weight.stride[0], columns_left(p.columns, c),
-                                 options.weight_quads);
+      const float4 w =
+          load_quad(p.weight.data, p.weight.dtype, c * p.weight.stride[0], p.weight.stride[0],
+                    columns_left(p.columns, c), options.weight_quads);
       float4 &n = x.quad[i], &ei = e.quad[i], &d = dy.quad[i], &sum = sums[i];
       const float4 gate = ei;
       step(w.x, r, n.x, gate.x, d.x, ei.x, sum.x);
@@ -83,15 +83,13 @@ __global__ void __launch_bounds__(kThreads)
         store_row_quad(p.d_x, row, c, count, options.d_x_quads,
                        make_float4(r * fmaf(-n.x, mean, ei.x), r * fmaf(-n.y, mean, ei.y),
                                    r * fmaf(-n.z, mean, ei.z), r * fmaf(-n.w, mean, ei.w)));
-      if (p.d_gate.data)
-        store_row_quad(p.d_gate, row, c, count, options.d_gate_quads, dy.quad[i]);
+      if (p.d_gate.data) store_row_quad(p.d_gate, row, c, count, options.d_gate_quads, dy.quad[i]);
     }
   }
 
   if (!options.sums) return;
 #pragma unroll
-  for (int i = 0; i < kQuads; ++i)
-    block_sums[group][threadIdx.x % kGroup + i * kGroup] = sums[i];
+  for (int i = 0; i < kQuads; ++i) block_sums[group][threadIdx.x % kGroup + i * kGroup] = sums[i];
   __syncthreads();  // every group's sums are there
   const float* const from = reinterpret_cast<const float*>(block_sums);
   for (int c = int(threadIdx.x); c < p.columns; c += kThreads) {
@@ -117,11 +115,15 @@ int64_t blocks_of(const GatedRmsNormParams& p) {
 
 template <int kGroup, int kQuads>
 void run(const GatedRmsNormBackwardParams& p, float* sums, cudaStream_t stream) {
-  const BackwardOptions options = {quads_along(p.x, 1),      quads_along(p.gate, 1),
-                                   quads_along(p.weight, 0), quads_along(p.grad_output, 1),
-                                   quads_along(p.d_x, 1),    quads_along(p.d_gate, 1),
+  const BackwardOptions options = {quads_along(p.x, 1),
+                                   quads_along(p.gate, 1),
+                                   quads_along(p.weight, 0),
+                                   quads_along(p.grad_output, 1),
+                                   quads_along(p.d_x, 1),
+                                   quads_along(p.d_gate, 1),
                                    sums};
-  launch("gated_rms_norm_backward", backward_kernel<kGroup, kQuads>, blocks_of(p), kThreads,
+  launch("gated_rms_norm_backward", gated_rms_norm_backward_kernel<kGroup, kQuads>, blocks_of(p),
+         kThreads,
          /*dynamic_shared=*/0, stream, p, options);
 }
 

@@ -6,8 +6,8 @@
 
 namespace deltanet::cuda {
 
-// Below this x counts as it: what is left of silu there is below any rounding, and 1 + exp(-x) stays
-// where the fast division holds (up to 2^126). A NaN stays one.
+// Below this x counts as it: what is left of silu there is below any rounding, and 1 + exp(-x)
+// stays where the fast division holds (up to 2^126). A NaN stays one.
 constexpr float kLeastSilu = -87.f;
 
 __device__ __forceinline__ float bounded_for_silu(float x) {
