@@ -56,9 +56,13 @@ OPS_SOURCES = [
 ]
 CUDA_SOURCES = [
     "csrc/cuda/backward.cu",
+    "csrc/cuda/causal_conv1d.cu",
+    "csrc/cuda/causal_conv1d_backward.cu",
     "csrc/cuda/chunk_table.cu",
     "csrc/cuda/forward.cu",
     "csrc/cuda/gate_cumsum.cu",
+    "csrc/cuda/gated_rms_norm.cu",
+    "csrc/cuda/gated_rms_norm_backward.cu",
     "csrc/cuda/recurrent_forward.cu",
     "csrc/cuda/simt_adjoint.cu",
     "csrc/cuda/simt_forward.cu",
@@ -78,8 +82,10 @@ CUDA_SOURCES = [
     "csrc/cuda/tensor_core/scan_output_fp16_64_fast.cu",
     "csrc/cuda/tensor_core/segments.cu",
     "csrc/cuda/triangular_inverse.cu",
+    "csrc/ops/causal_conv1d_cuda.cpp",
     "csrc/ops/gated_delta_rule_backward_cuda.cpp",
     "csrc/ops/gated_delta_rule_cuda.cpp",
+    "csrc/ops/gated_rms_norm_cuda.cpp",
     "csrc/ops/triangular_inverse_cuda.cpp",
     "csrc/ops/module_cuda.cpp",
 ]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltanet_ext._autograd import _operators, _refuse
+from deltanet_ext import _autograd
 
 # ---- the convolution: x, weight, bias, initial_states, seq_idx, cu_seqlens, then options --------
 
@@ -29,7 +29,7 @@ def _convolution_backward(
         grad_final_states = None  # belongs to an empty tensor
     wanted = [i for i in range(_CONV_DIFFERENTIABLE) if ctx.needs_input_grad[i]]
     if wanted and (grad_out is not None or grad_final_states is not None):
-        results = _operators().causal_conv1d_backward(
+        results = _autograd._operators().causal_conv1d_backward(
             grad_out, grad_final_states, *ctx.saved_tensors, ctx.silu, _bits(wanted)
         )
         for i in wanted:
@@ -50,7 +50,7 @@ def _norm_backward(ctx: Any, grad_out: Tensor | None) -> tuple[Tensor | None, ..
     gradients: list[Tensor | None] = [None] * 4
     wanted = [i for i in range(3) if ctx.needs_input_grad[i]]
     if wanted and grad_out is not None:
-        results = _operators().gated_rms_norm_backward(
+        results = _autograd._operators().gated_rms_norm_backward(
             grad_out, *ctx.saved_tensors, ctx.eps, _bits(wanted)
         )
         for i in wanted:
@@ -65,12 +65,12 @@ def _bits(wanted: list[int]) -> int:
     return sum(1 << i for i in wanted)
 
 
-def register() -> None:
+def register(namespace: str = "deltanet_ext") -> None:
     for name, backward, keep in (
         ("causal_conv1d", _convolution_backward, _keep_convolution),
         ("gated_rms_norm", _norm_backward, _keep_norm),
     ):
         torch.library.register_autograd(
-            f"deltanet_ext::{name}_forward", backward, setup_context=keep
+            f"{namespace}::{name}_forward", backward, setup_context=keep
         )
-        torch.library.register_autograd(f"deltanet_ext::{name}_backward", _refuse)
+        torch.library.register_autograd(f"{namespace}::{name}_backward", _autograd._refuse)

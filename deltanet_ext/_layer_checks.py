@@ -16,6 +16,7 @@ from deltanet_ext._checks import (
     _explain_flags,
     _is_plain,
     _kind,
+    _need_cuda_dtype,
     _need_device,
     _need_dtype,
     _need_shape,
@@ -25,6 +26,7 @@ from deltanet_ext._checks import (
 )
 
 MAX_CONV_WIDTH = 8
+MAX_CUDA_NORM_COLUMNS = 8192
 _ACTIVATIONS = ("silu", "swish")
 _OPTIONAL = "torch.Tensor or None"
 
@@ -149,7 +151,13 @@ def check_norm(call: str, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -
     _need_dtype(call, "x", x, _FLOATS)
     if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"{call}: x has shape {_shape(x)}; supported: [..., C] with C from 1")
-    _need_cpu(call, "x", x)
+    _need_device(call, "x", x, x.device)
+    _need_cuda_dtype(call, "x", x)
+    if x.device.type == "cuda" and x.shape[-1] > MAX_CUDA_NORM_COLUMNS:
+        raise ValueError(
+            f"{call}: x has shape {_shape(x)}; supported on cuda: [..., C] with C up to "
+            f"{MAX_CUDA_NORM_COLUMNS}"
+        )
     for name, given, text, wanted in (
         ("gate", gate, "[..., C]", x.shape),
         ("weight", weight, "[C]", x.shape[-1:]),
@@ -222,7 +230,8 @@ def _explain_convolution(
     if x.dim() not in ranks:
         shapes = "[B, D] or [B, D, T]" if 2 in ranks else "[B, D, T]"
         raise ValueError(f"{call}: x has shape {_shape(x)}; supported: {shapes}")
-    _need_cpu(call, "x", x)
+    _need_device(call, "x", x, x.device)
+    _need_cuda_dtype(call, "x", x)
     channels = x.shape[1]
     _need_tensor(call, "weight", weight)
     if weight.dim() != 2 or weight.shape[0] != channels:
@@ -286,12 +295,3 @@ def _explain_pool(
 def _need_device_of(call: str, name: str, given: Tensor, x: Tensor) -> None:
     _need_tensor(call, name, given, _OPTIONAL)
     _need_device(call, name, given, x.device)
-
-
-def _need_cpu(call: str, name: str, x: Tensor) -> None:
-    """Or meta tensors, which have shapes only."""
-    if x.device.type == "cuda":
-        raise ValueError(
-            f"{call}: {name} is on {x.device}; supported: cpu (the CUDA kernels are not built yet)"
-        )
-    _need_device(call, name, x, x.device)

@@ -7,12 +7,15 @@ Common to all (equation numbers are those of docs/algorithm.md):
 * dtypes: x is float32, bfloat16, float16 or float64, and so is the result; weights, biases and
   gates are float32 or of x's dtype (float64 for float64). All arithmetic is fp32 (fp64 for
   float64); what is stored in 16 bits is rounded once, at the end.
-* Devices: the CPU.
+* Devices: the CPU, and CUDA where `build_info()["cuda"]`; all tensors of a call on one of them.
+  float64 on the CPU only. Index tensors on a GPU are never waited for: what is wrong with them
+  there is no error, and its tokens and states are arbitrary.
 * Gradients: of every float argument, by torch.autograd; not of `causal_conv1d_update`. Nothing is
   kept for them but the inputs. Second derivatives and forward mode raise NotImplementedError.
 * Any strides. Outputs are new; no argument is written but the `conv_state` of
   `causal_conv1d_update` and `final_states_out`, which are there for it.
-* The same bits for any number of threads, and for a sequence alone, in a batch or packed.
+* The same bits for any number of threads, and for a sequence alone, in a batch or packed; not the
+  same on the CPU and on CUDA.
 """
 
 from __future__ import annotations
@@ -116,7 +119,7 @@ def causal_conv1d_update(
         weight, bias, activation: as in `causal_conv1d_fn`.
         conv_state_indices: `[B]` int32 or int64: `conv_state` is a pool `[N, D, S]`, and row b uses
             slot `conv_state_indices[b]`, each slot at most once. Rows of a negative index touch
-            none and give zeros.
+            none and give zeros; so do those of an index from N on where it is not an error (CUDA).
 
     Returns:
         y of x's shape and dtype.
@@ -151,7 +154,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6) -
     the norm and after the weight, which is not done here.)
 
     Args:
-        x: `[..., C]`, C from 1.
+        x: `[..., C]`, C from 1, on CUDA up to 8192.
         gate: of the same shape.
         weight: `[C]`.
         eps: added to the mean of squares, 0 or more.

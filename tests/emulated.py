@@ -56,7 +56,7 @@ def runtime() -> ctypes.CDLL:
 @functools.cache
 def load() -> Any:
     """The operators, as `torch.ops.deltanet_ext_emulated`. They follow deltanet_ext's switches."""
-    from deltanet_ext import _autograd, _settings
+    from deltanet_ext import _autograd, _layer_autograd, _settings
 
     runtime()
     library = str(build.operators())
@@ -64,6 +64,7 @@ def load() -> Any:
     _settings._listeners.append(ctypes.CDLL(library).ptx_emulated_operators_set)
     _settings._tell()
     _autograd.register(NAMESPACE)
+    _layer_autograd.register(NAMESPACE)
     return getattr(torch.ops, NAMESPACE)
 
 
@@ -96,25 +97,26 @@ class _Operators:
 def path() -> Iterator[None]:
     """Inside, the public functions of deltanet_ext, and backward passes, call the emulated
     operators."""
-    from deltanet_ext import _autograd, ops
+    from deltanet_ext import _autograd, layer, ops
 
     load()
     kept = _autograd._operators
     _autograd._operators = _Operators
     overloads = torch._ops.OpOverload
-    found = {
-        n: v
-        for n, v in vars(ops).items()
-        if isinstance(v, overloads) and v.namespace == "deltanet_ext"
-    }
-    for name, operator in found.items():
-        setattr(ops, name, functools.partial(call, operator._opname))
+    found = [
+        (module, name, held)
+        for module in (ops, layer)
+        for name, held in vars(module).items()
+        if isinstance(held, overloads) and held.namespace == "deltanet_ext"
+    ]
+    for module, name, operator in found:
+        setattr(module, name, functools.partial(call, operator._opname))
     try:
         yield
     finally:
         _autograd._operators = kept
-        for name, operator in found.items():
-            setattr(ops, name, operator)
+        for module, name, operator in found:
+            setattr(module, name, operator)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Seeded bugs in the CUDA kernels, each of which test_cuda_emulated.py, or for
-the backward pass test_cuda_backward.py, must find.
+"""Seeded bugs in the CUDA kernels, each of which the tests of these kernels on the emulator
+(tests/test_cuda_*.py) must find.
 
     mutants.py              all of them (compiles for some minutes)
     mutants.py NAME...      these
@@ -41,8 +41,10 @@ class Mutant(NamedTuple):
 
     @property
     def test_file(self) -> str:
-        backward = self.file in (ADJOINT, GRADIENTS, REDUCE)
-        return f"tests/test_cuda_{'backward' if backward else 'emulated'}.py"
+        name = "backward" if self.file in (ADJOINT, GRADIENTS, REDUCE) else "emulated"
+        name = "causal_conv1d" if self.file in (CONV, CONV_FORWARD, CONV_BACKWARD, SILU) else name
+        name = "gated_rms_norm" if self.file in (NORM, NORM_BACKWARD, SUMS) else name
+        return f"tests/test_cuda_{name}.py"
 
 
 PREPARE, SCAN = "csrc/cuda/simt_prepare.cuh", "csrc/cuda/simt_scan.cuh"
@@ -51,6 +53,10 @@ LOAD, PARAMS = "csrc/cuda/load.cuh", "csrc/cuda/rule_params.cuh"
 OPERATOR = "csrc/ops/gated_delta_rule_cuda.cpp"
 ADJOINT, GRADIENTS = "csrc/cuda/simt_adjoint.cuh", "csrc/cuda/simt_gradients.cuh"
 REDUCE = "csrc/cuda/simt_reduce.cuh"
+CONV, CONV_FORWARD = "csrc/cuda/causal_conv1d.cuh", "csrc/cuda/causal_conv1d.cu"
+CONV_BACKWARD, SILU = "csrc/cuda/causal_conv1d_backward.cu", "csrc/cuda/silu.cuh"
+NORM, NORM_BACKWARD = "csrc/cuda/gated_rms_norm.cuh", "csrc/cuda/gated_rms_norm_backward.cu"
+SUMS = "csrc/cuda/column_sums.cuh"
 
 MUTANTS = [
     # Mathematics.
@@ -114,6 +120,43 @@ MUTANTS = [
     Mutant("only one value head of a key", REDUCE, "for (int h = 0; h < group; ++h) d[i]",
            "for (int h = 0; h < 1; ++h) d[i]"),
     Mutant("the norm is a constant", REDUCE, "fmaf(-row[i], factor, d[i])", "d[i]"),
+    # The convolution.
+    Mutant("taps reach into the sequence before", CONV, "{clamp_to(t - span.begin, past),",
+           "{clamp_to(t, past),"),
+    Mutant("tokens of negative seq_idx are a sequence", CONV, "number < 0 ? -1 : 0", "0"),
+    Mutant("a NaN is bounded", SILU, "x < kLeastSilu ? kLeastSilu : x", "fmaxf(x, kLeastSilu)"),
+    Mutant("the newest state first", CONV_FORWARD,
+           "for (int64_t i = 0; i < p.state_tokens; ++i) {\n    const int64_t from",
+           "for (int64_t i = p.state_tokens - 1; i >= 0; --i) {\n    const int64_t from"),
+    Mutant("slots are trusted", CONV_FORWARD, "if (slot < 0 || slot >= p.states) {",
+           "if (slot < 0) {"),
+    Mutant("outputs behind the last token", CONV_FORWARD,
+           "if (first + t + r >= p.tokens) continue;", ""),
+    Mutant("no barrier before the tile is read", CONV_FORWARD,
+           "  __syncthreads();  // the tile, the taps and the places are complete\n", ""),
+    Mutant("no barrier before dz is read", CONV_BACKWARD,
+           "    __syncthreads();  // dz is complete\n", ""),
+    Mutant("no barrier before the next tile", CONV_BACKWARD,
+           "    __syncthreads();  // the tile has been read\n", ""),
+    Mutant("dx takes from the next sequence", CONV_BACKWARD, "if (i <= place.ahead)",
+           "if (i < p.width)"),
+    Mutant("dx without the final states", CONV_BACKWARD, "last = p.width - 2 - place.ahead;",
+           "last = -1;"),
+    Mutant("dweight without the initial states", CONV_BACKWARD,
+           "if (i < p.width && i > place.behind)", "if (i > p.width)"),
+    Mutant("a short sequence hands nothing on", CONV_BACKWARD, "if (row >= used) sums[row] +=",
+           "if (row > p.width) sums[row] +="),
+    # The gated norm.
+    Mutant("a row's sum is one warp's", NORM, "for (const float part : of_warp) x += part;",
+           "x = of_warp[0];"),
+    Mutant("no barrier before the next sum", NORM,
+           "    __syncthreads();  // the sums before have been read\n", ""),
+    Mutant("no gradient through the mean", NORM_BACKWARD, "group_sum.sum(along) /",
+           "0.f * group_sum.sum(along) /"),
+    Mutant("dweight of one warp", NORM_BACKWARD, "for (int g = 0; g < kGroups; ++g) sum",
+           "for (int g = 0; g < 1; ++g) sum"),
+    Mutant("sums of two lanes", SUMS, "for (int i = 1; i < kSumLanes; ++i)",
+           "for (int i = 1; i < 2; ++i)"),
 ]  # fmt: skip
 
 

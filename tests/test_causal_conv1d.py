@@ -696,13 +696,6 @@ def test_operators_check_again() -> None:
         assert text in str(raised.value)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_cuda_tensors_are_refused() -> None:
-    args = {n: x.cuda() if isinstance(x, Tensor) else x for n, x in Conv().inputs().items()}
-    with pytest.raises(ValueError, match="x is on cuda:0; supported: cpu"):
-        causal_conv1d_fn(**args)
-
-
 def test_forcing_an_instruction_set_has_an_effect() -> None:
     names = deltanet_ext.available_cpu_isas()
     if len(names) == 1:

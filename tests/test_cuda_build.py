@@ -35,6 +35,11 @@ OPERATORS = (
     "recurrent_gated_delta_rule_forward",
     "chunk_transition",
     "unit_lower_triangular_inverse",
+    "causal_conv1d_forward",
+    "causal_conv1d_backward",
+    "causal_conv1d_update",
+    "gated_rms_norm_forward",
+    "gated_rms_norm_backward",
 )
 FUNCTIONS = (deltanet_ext.chunk_gated_delta_rule, deltanet_ext.recurrent_gated_delta_rule)
 

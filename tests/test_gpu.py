@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import test_backward
+import test_causal_conv1d as conv
+import test_gated_rms_norm as norm
 import torch
 from torch import Tensor
 
@@ -133,6 +135,68 @@ def test_inverse(size: int, dtype: torch.dtype, poison: None) -> None:
     want = reference.inverse(L.double())
     got = deltanet_ext.unit_lower_triangular_inverse(L.to(DEVICE)).cpu()
     assert_close(got, want, max(2e-6, 0.6 * torch.finfo(dtype).eps), "inverse")
+
+
+# ---- the rest of the layer -----------------------------------------------------------------------
+
+CONVOLUTIONS = [
+    *(conv.Conv(D=200, T=T, W=W) for T, W in ((1, 4), (37, 2), (300, 4), (300, 8))),
+    conv.Conv(D=200, T=264, channels_first=True),
+    conv.Conv(B=1, D=130, T=300, cu=(0, 63, 64, 64, 128, 130, 290)),
+]
+
+
+@pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=name_of)
+@pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
+def test_convolution(case: conv.Conv, dtype: torch.dtype, poison: None) -> None:
+    args = case.inputs(dtype)
+    want, want_states = conv.exact(args)
+    out, states = on_gpu(lambda **x: conv.forward(x), args)
+    assert_no_worse(out, want, conv.by_torch(args), floor=conv.FLOORS[dtype], factor=1.5)
+    assert_same_bits(states, want_states.to(dtype), "final states")
+
+    grads = conv.grads_of(args)
+    leaves = conv.leaves_of(args, torch.float64)
+    exact = conv.gradients(conv.in_dtype(torch.float64), leaves, tuple(g.double() for g in grads))
+    leaves = conv.leaves_of(args, torch.float32)
+    plain = conv.gradients(conv.in_dtype(torch.float32), leaves, tuple(g.float() for g in grads))
+    arriving = tuple(g.to(DEVICE) for g in grads)
+    results = [conv.gradients(conv.ours, conv.leaves_of(moved(args)), arriving) for _ in range(2)]
+    for name, x in exact.items():
+        got, again = (found[name].cpu() for found in results)
+        assert_no_worse(got, x, plain[name].to(dtype), floor=1e-6, factor=2, what=name)
+        assert_same_bits(got, again, f"{name} twice")
+
+
+@pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=name_of)
+def test_prefill_and_updates_equal_the_whole(dtype: torch.dtype) -> None:
+    args = moved(conv.Conv(D=130, T=50, state=False).inputs(dtype))
+    whole, _ = conv.forward(args)
+    x, weights = args["x"], (args["weight"], args["bias"], "silu")
+    _, state = conv.forward({**args, "x": x[..., :40]})
+    pieces = [
+        deltanet_ext.causal_conv1d_update(x[..., t : t + 2], state, *weights)
+        for t in range(40, 50, 2)
+    ]
+    assert_same_bits(torch.cat(pieces, -1).cpu(), whole[..., 40:].cpu(), "output")
+    assert_same_bits(state.cpu(), x[..., 47:].cpu(), "state")
+
+
+@pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=name_of)
+@pytest.mark.parametrize("shape", [(700, 128), (65, 129), (33, 1024), (9, 8192)], ids=str)
+def test_gated_norm(shape: tuple[int, ...], dtype: torch.dtype, poison: None) -> None:
+    args = norm.inputs(*shape, dtype=dtype)
+    on_device = tuple(x.to(DEVICE) for x in args)
+    out = deltanet_ext.gated_rms_norm(*on_device).cpu()
+    want = reference.gated_rms_norm(*args)
+    assert_no_worse(out, want, norm.plain(*args), floor=norm.FLOORS[dtype], factor=1.5)
+
+    grad = norm.grad_of(args[0])
+    exact = norm.gradients(reference.gated_rms_norm, tuple(x.double() for x in args), grad.double())
+    plain = norm.gradients(norm.plain, tuple(x.float() for x in args), grad.float())
+    got = norm.gradients(deltanet_ext.gated_rms_norm, on_device, grad.to(DEVICE))
+    for x, wanted, base in zip(got, exact, plain, strict=True):
+        assert_no_worse(x.cpu(), wanted, base.to(dtype), floor=1e-6, factor=2)
 
 
 # ---- gradients -----------------------------------------------------------------------------------

@@ -16,19 +16,19 @@ import torch
 
 from closeness import assert_same_bits
 from deltanet_ext import layer
-from deltanet_ext.integrations import _layer
+from deltanet_ext.integrations import _registry
 from deltanet_ext.integrations import transformers as switch
 
 transformers = pytest.importorskip("transformers", minversion="5.15")
 
-from test_integration_transformers import IDS, KINDS, PAST, build, greedy, modeling  # noqa: E402
+from tiny_models import IDS, KINDS, PAST, build, greedy, modeling  # noqa: E402
 
 FUNCTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
 
 
 @pytest.fixture(autouse=True)
 def _switched_off() -> Iterator[None]:
-    _layer._reasons_logged.clear()
+    _registry._reasons_logged.clear()
     yield
     switch.disable()
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import deltanet_ext
+from deltanet_ext.integrations import _registry
 from deltanet_ext.integrations import transformers as switch
 
 transformers = pytest.importorskip("transformers", minversion="4.57")
@@ -85,42 +86,83 @@ def test_same_tokens_for_models_built_before_and_after(kind, calls):
     assert not calls
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"use_cache": False}], ids=str)
-def test_generate_options(options, calls):
-    model = build("qwen3_next")
-    want = greedy(model, **options)
+# -- ways to call a model -------------------------------------------------------------------------
+
+# The oldest, and the most used.
+common = pytest.mark.parametrize("kind", [k for k in ("qwen3_next", "qwen3_5") if k in HERE])
+
+
+def without_us(model: torch.nn.Module, **options) -> torch.Tensor:
+    """The tokens to match. Not every version can do everything."""
+    try:
+        return greedy(model, **options)
+    except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+        pytest.skip(f"transformers {transformers.__version__}: {type(error).__name__}: {error}")
+
+
+@common
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache_implementation": "static", "disable_compile": True},
+        {"num_beams": 3},
+        {"num_beams": 2, "num_return_sequences": 2},
+        {"prefill_chunk_size": 24},
+        {"use_cache": False},
+    ],
+    ids=str,
+)
+def test_generate_options(kind, options, calls):
+    model = build(kind)
+    want = without_us(model, **options)
     with deltanet_ext.enabled():
         assert torch.equal(greedy(model, **options), want)
     assert sum(calls.values()) > 0
 
 
-def test_left_padded_batch(calls):
-    model = build("qwen3_next")
+@common
+def test_left_padded_batch(kind, calls):
+    model = build(kind)
     mask = torch.ones_like(IDS)
     mask[0, :13] = 0
     want = greedy(model, attention_mask=mask)
     with deltanet_ext.enabled():
         assert torch.equal(greedy(model, attention_mask=mask), want)
+        with torch.no_grad():
+            padded = model(IDS, attention_mask=mask).logits[0, 13:]
+            alone = model(IDS[:1, 13:]).logits[0]
+    # a row of padding is an exact no-op on the state
+    torch.testing.assert_close(padded, alone, rtol=1e-3, atol=1e-3)
     assert sum(calls.values()) > 0
 
 
-def test_several_turns_continue_from_the_cache(calls):
-    model = build("qwen3_next")
+@common
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_several_turns_continue_from_the_cache(kind, cache, calls):
+    model = build(kind)
+    # transformers 5.24 renamed the argument
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else PAST
 
-    def talk() -> torch.Tensor:
-        first = greedy(model, IDS[:, :40], return_dict_in_generate=True)
+    def talk(generate=greedy) -> tuple[torch.Tensor, torch.Tensor]:
+        options = {}
+        if cache == "static":
+            options[name] = transformers.StaticCache(config=model.config, max_cache_len=100)
+        first = generate(model, ids=IDS[:, :40], return_dict_in_generate=True, **options)
         ids = torch.cat([first.sequences, IDS[:, 40:]], dim=1)
-        name = "cache" if "cache" in inspect.signature(model.forward).parameters else PAST
-        return greedy(model, ids, **{name: first.past_key_values})
+        second = generate(model, ids=ids, **{name: first.past_key_values})
+        return second, greedy(model, ids)
 
-    want = talk()
+    want, want_afresh = talk(without_us)
     with deltanet_ext.enabled():
-        assert torch.equal(talk(), want)
+        got, afresh = talk()
+    assert torch.equal(got, want)
+    assert torch.equal(afresh, want_afresh)
     assert sum(calls.values()) > 0
 
 
-def test_training(calls):
-    model = build("qwen3_next").train()
+@common
+def test_training(kind, calls):
+    model = build(kind).train()
     model(IDS, labels=IDS).loss.backward()
     # `clone` and not a view: the second pass writes the same memory
     want = [w.grad.clone() for w in model.parameters() if w.grad is not None]
@@ -131,6 +173,53 @@ def test_training(calls):
     got = [w.grad for w in model.parameters() if w.grad is not None]
     for ours, theirs in zip(got, want, strict=True):
         assert (ours - theirs).norm() <= 2e-3 * theirs.norm()
+
+
+@common
+def test_the_rest_of_the_layer(kind, monkeypatch):
+    """The convolution and the norm, on every version; `layer=False` leaves them."""
+    counter: Counter = Counter()
+
+    def counting(name: str):
+        function = getattr(deltanet_ext.layer, name)
+
+        def call(*args, **kwargs):
+            counter[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("causal_conv1d_fn", "causal_conv1d_update", "gated_rms_norm"):
+        monkeypatch.setattr(deltanet_ext.layer, name, counting(name))
+    model = build(kind)
+    want = greedy(model)
+    for whole, wanted in (
+        (True, {"causal_conv1d_fn": 1, "causal_conv1d_update": 7, "gated_rms_norm": 8}),
+        (False, {}),
+    ):
+        counter.clear()
+        with deltanet_ext.enabled(layer=whole):
+            assert torch.equal(greedy(model), want)
+        assert counter == {name: LINEAR * n for name, n in wanted.items()}
+
+
+def test_a_convolution_that_we_cannot_serve(caplog):
+    """It goes to what was there before, up to 5.14 a branch of the layer."""
+    layers = [linear_layers(build("qwen3_next"))[0] for _ in range(2)]
+    x = torch.randn(2, 30, 64, generator=torch.Generator().manual_seed(1))
+    for one in layers:
+        wide = torch.nn.Conv1d(128, 128, 9, groups=128, bias=False, padding=8)
+        one.conv1d = wide.requires_grad_(False)
+        one.conv1d.weight.copy_(torch.linspace(-1, 1, 128 * 9).view(128, 1, 9))
+        one.conv_kernel_size = 9
+    with torch.no_grad():
+        want = layers[0](x)
+        with deltanet_ext.enabled():
+            torch.testing.assert_close(layers[1](x), want)
+    assert "the convolution has 9 taps, above 8" in caplog.text
+
+
+# -- exactness, switching back, reports ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -197,7 +286,7 @@ def test_a_function_of_the_users_own_stays(calls):
                 deltanet_ext.disable()
                 assert module.torch_chunk_gated_delta_rule is own
             finally:
-                module.torch_chunk_gated_delta_rule = switch._original(original)
+                module.torch_chunk_gated_delta_rule = _registry.original(original)
             assert len(theirs) == LINEAR
 
 

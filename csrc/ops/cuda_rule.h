@@ -8,6 +8,7 @@
 #include "cuda/rule_params.cuh"
 #include "ops/cuda_context.h"
 #include "ops/cuda_settings.h"
+#include "ops/cuda_tensors.h"
 #include "ops/rule_arguments.h"
 
 namespace deltanet::ops {
@@ -37,13 +38,6 @@ inline Tensor new_state(const Tensor& like, int64_t sequences, int64_t heads, in
                         int64_t columns) {
   const int64_t sizes[] = {sequences, heads, rows, columns};
   return torch::stable::new_empty(like, {sizes, 4}, ScalarType::Float);
-}
-
-// Scratch memory of one call. It goes back to the allocator when the launches are queued: whoever
-// gets it next runs behind them on the same stream.
-inline Tensor new_workspace(const Tensor& like, size_t bytes) {
-  const int64_t sizes[] = {int64_t(bytes)};
-  return torch::stable::new_empty(like, {sizes, 1}, ScalarType::Byte);
 }
 
 }  // namespace deltanet::ops

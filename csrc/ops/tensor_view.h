@@ -3,6 +3,7 @@
 // From torch tensors to what the backends take.
 #pragma once
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
 #include <optional>
 
@@ -12,6 +13,11 @@ namespace deltanet::ops {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
+// How a backend makes results: a new tensor on the device of `like`, contiguous, not
+// initialized.
+using NewTensor = Tensor(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                         ScalarType dtype);
 
 inline bool is_supported_dtype(ScalarType t) {
   return t == ScalarType::Float || t == ScalarType::Double || t == ScalarType::BFloat16 ||

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deltanet_ext.integrations import _registry
 from deltanet_ext.integrations import transformers as switch
 
 __all__ = ["Explanation", "Layer", "explain"]
@@ -96,7 +97,7 @@ def _calls_rule(layer: torch.nn.Module) -> bool:
 def _explain_layer(name: str, layer: torch.nn.Module, file: ModuleType) -> Layer:
     # What the layer calls for a prompt. Decode steps go the same way.
     function = getattr(layer, "chunk_gated_delta_rule", None) or file.torch_chunk_gated_delta_rule
-    original = switch._original(function)
+    original = _registry.original(function)
     # The largest weight is a projection's. Gates and norms may be kept in another dtype.
     weight = max(layer.parameters(), key=torch.Tensor.numel)
     if original is function:
@@ -118,7 +119,7 @@ def _explain_layer(name: str, layer: torch.nn.Module, file: ModuleType) -> Layer
 def _why_not(layer: torch.nn.Module, weight: torch.Tensor) -> str | None:
     """What `enable()` would find in a call of this layer, as far as the layer shows it."""
     if weight.device.type != "cpu":
-        why = switch._no_kernels_for(weight.device, weight)
+        why = _registry.why_no_kernels(weight.device, weight)
         if why is not None:
             return why
     dims = [int(getattr(layer, name, 0)) for name in ("head_k_dim", "head_v_dim")]

@@ -2,9 +2,11 @@
 """The part of the switch in transformers.py that is not the rule: the short convolution before it,
 and the gated norm behind it.
 
-A modeling file (5.15 and newer) calls `causal_conv1d_fn` and `causal_conv1d_update` by name, so a
-wrapper takes their place. The norm is a class of the file, `...RMSNormGated`; its `forward` is
-replaced, for a class that computes what ours does: that is tried out on a few numbers first.
+A modeling file calls `causal_conv1d_fn` and `causal_conv1d_update` by name, so a wrapper takes
+their place; up to 5.14 they are attributes of a layer (transformers.py), the first of them None
+where the causal-conv1d package is missing. The norm is a class of the file, `...RMSNormGated`; its
+`forward` is replaced, for a class that computes what ours does: that is tried out on a few numbers
+first.
 A call that is not ours goes to what was there before, and the log says why, once per reason.
 """
 
@@ -18,90 +20,75 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from deltanet_ext import _load, layer, reference
-from deltanet_ext._layer_checks import MAX_CONV_WIDTH
+from deltanet_ext._layer_checks import MAX_CONV_WIDTH, MAX_CUDA_NORM_COLUMNS
+from deltanet_ext.integrations._registry import (
+    log_once,
+    marked,
+    named_like,
+    replace,
+    why_no_kernels,
+)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ACTIVATIONS = (None, "silu", "swish")
 
 _log = logging.getLogger("deltanet_ext")
-_reasons_logged: set[tuple[str, str]] = set()
-# (modeling file, dotted name in it) -> the holder of the name, the name, ours, theirs
-_replaced: dict[tuple[str, str], tuple[ModuleType | type, str, Callable, Callable]] = {}
 
 
 def switch(module: ModuleType, is_active: Callable[[], bool], *, functions: bool) -> None:
     """Puts wrappers into a modeling file; they do nothing while `is_active()` is False.
 
-    `functions`: the convolution's too. Up to 5.14 layers keep copies of them, which are left alone.
+    `functions`: the convolution's too. Up to 5.14 layers keep these as attributes: `attributes()`.
     """
     for name, wrap in (
         ("causal_conv1d_fn", _wrap_convolution),
         ("causal_conv1d_update", _wrap_update),
     ):
         if functions and callable(module.__dict__.get(name)):
-            _replace(module, module, name, wrap, is_active)
+            replace(module, module, name, functools.partial(wrap, is_active=is_active))
     for held in list(vars(module).values()):
         if _is_norm(held, module):
-            _replace(module, held, "forward", _wrap_norm, is_active)
+            replace(module, held, "forward", functools.partial(_wrap_norm, is_active=is_active))
 
 
-def undo() -> None:
-    """Puts back what was there; what somebody else has replaced since stays theirs."""
-    for holder, name, ours, theirs in _replaced.values():
-        if holder.__dict__.get(name) is ours:
-            setattr(holder, name, theirs)
-    _replaced.clear()
+def attributes(
+    module: ModuleType, is_active: Callable[[], bool]
+) -> dict[str, list[tuple[Any, Callable]]]:
+    """Up to 5.14: for each attribute of a layer, what transformers may have put there, and ours."""
+    function = module.__dict__.get("causal_conv1d_fn")
+    updates = (module.__dict__.get(f"{form}causal_conv1d_update") for form in ("torch_", ""))
+    ours = _wrap_convolution(function or _without_a_function, is_active, first="x")
+    return {
+        "causal_conv1d_fn": [(function, ours)],
+        "causal_conv1d_update": [(held, _wrap_update(held, is_active)) for held in updates if held],
+    }
 
 
-def names() -> tuple[str, ...]:
-    """Dotted names of what is replaced."""
-    return tuple(f"{module}.{name}" for module, name in _replaced)
-
-
-def _replace(
-    module: ModuleType,
-    holder: ModuleType | type,
-    name: str,
-    wrap: Callable[[Callable, Callable[[], bool]], Callable],
-    is_active: Callable[[], bool],
-) -> None:
-    dotted = name if holder is module else f"{holder.__name__}.{name}"
-    found = holder.__dict__[name]
-    known = _replaced.get((module.__name__, dotted))
-    # A file that was loaded again has functions of its own, under the same name.
-    if known is not None and known[0] is holder and known[2] is found:
-        return
-    # A file that takes the functions of another one may hold a wrapper already. The mark names its
-    # owner, because functools.wraps copies marks.
-    marked, original = getattr(found, "_deltanet_ext", (None, None))
-    theirs: Any = original if marked is found else found
-    # With the `kernels` package the original is a module with a forward.
-    like = getattr(theirs, "forward", theirs)
-    ours: Any = functools.wraps(like)(wrap(theirs, is_active))
-    ours._deltanet_ext = ours, theirs
-    setattr(holder, name, ours)
-    _replaced[module.__name__, dotted] = holder, name, ours, theirs
-
-
-def _log_once(what: str, reason: str) -> None:
-    if torch.compiler.is_compiling() or (what, reason) in _reasons_logged:
-        return
-    _reasons_logged.add((what, reason))
-    _log.warning("%s: %s; such calls go to transformers' own function", what, reason)
+def _without_a_function(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **_: Any
+) -> torch.Tensor:
+    """What layers up to 5.14 compute where their `causal_conv1d_fn` is None."""
+    width = weight.shape[-1]
+    z = F.conv1d(x, weight.unsqueeze(1), bias, padding=width - 1, groups=x.shape[1])
+    return F.silu(z[..., : x.shape[-1]])
 
 
 def _reason_to_decline(**tensors: Any) -> str | None:
-    """What all three need: tensors on the CPU; the first one in a float dtype, the others in that
-    or in fp32."""
-    dtype = None
+    """What all three need: tensors where there are kernels; the first one in a float dtype, the
+    others in that or in fp32."""
+    first: Any = None
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
             return f"{name} is not a tensor"
-        if not x.is_cpu:
-            return f"a tensor is on {x.device.type} and there are no kernels for it"
-        dtype = dtype or x.dtype
+        first = x if first is None else first
+        if not x.is_cpu and (why := why_no_kernels(x.device, first)) is not None:
+            return why
+        if x.is_cpu and not first.is_cpu:
+            return f"tensors are on {first.device} and {x.device}"
+        dtype = first.dtype
         narrow = x.dtype == torch.float32 and dtype != torch.float64
         if dtype not in _DTYPES or not (x.dtype == dtype or narrow):
             return f"{name} is {x.dtype} with an input in {dtype}"
@@ -122,9 +109,12 @@ def _reason_convolution(x: Any, weight: Any, bias: Any, activation: Any, **more:
     return None
 
 
-def _wrap_convolution(original: Callable, is_active: Callable[[], bool]) -> Callable:
-    parameters = ("hidden_states", "weight", "bias", "activation")
+def _wrap_convolution(
+    original: Callable, is_active: Callable[[], bool], first: str = "hidden_states"
+) -> Callable:
+    parameters = (first, "weight", "bias", "activation")
 
+    @named_like(original)
     def causal_conv1d_fn(*args: Any, **kwargs: Any) -> Any:
         if not is_active():
             return original(*args, **kwargs)
@@ -140,13 +130,13 @@ def _wrap_convolution(original: Callable, is_active: Callable[[], bool]) -> Call
             return layer.causal_conv1d_fn(
                 x, weight, bias, activation=activation, cu_seqlens=cu_seqlens if packed else None
             )
-        _log_once("causal_conv1d_fn", reason)
+        log_once("causal_conv1d_fn", reason)
         # Where the rule has kernels.
         if packed and (x.is_cpu or (x.is_cuda and _load.why_no_cuda() is None)):
             return _sequence_by_sequence(original, args, kwargs)
         return original(*args, **kwargs)
 
-    return causal_conv1d_fn
+    return marked(causal_conv1d_fn, original)
 
 
 def _sequence_by_sequence(original: Callable, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -167,6 +157,7 @@ def _sequence_by_sequence(original: Callable, args: tuple, kwargs: dict[str, Any
 def _wrap_update(original: Callable, is_active: Callable[[], bool]) -> Callable:
     parameters = ("hidden_states", "conv_state", "weight", "bias", "activation")
 
+    @named_like(original)
     def causal_conv1d_update(*args: Any, **kwargs: Any) -> Any:
         if is_active() and len(args) + len(kwargs) <= len(parameters):
             call = dict(zip(parameters, args, strict=False)) | kwargs
@@ -179,10 +170,10 @@ def _wrap_update(original: Callable, is_active: Callable[[], bool]) -> Callable:
                 reason = "a gradient is needed, and conv_state is overwritten"
             if reason is None:
                 return layer.causal_conv1d_update(x, state, weight, bias, activation)
-            _log_once("causal_conv1d_update", reason)
+            log_once("causal_conv1d_update", reason)
         return original(*args, **kwargs)
 
-    return causal_conv1d_update
+    return marked(causal_conv1d_update, original)
 
 
 def _needs_grad(*tensors: Any) -> bool:
@@ -193,21 +184,26 @@ def _needs_grad(*tensors: Any) -> bool:
 
 
 def _wrap_norm(original: Callable, is_active: Callable[[], bool]) -> Callable:
+    @named_like(original)
     def forward(self: Any, hidden_states: Any, gate: Any = None) -> Any:
         if is_active():
             reason = _reason_to_decline(x=hidden_states, gate=gate, weight=self.weight)
             if reason is None and gate.shape != hidden_states.shape:
                 reason = "the gate is of another shape"
+            if reason is None and hidden_states.is_cuda and gate.shape[-1] > MAX_CUDA_NORM_COLUMNS:
+                reason = (
+                    f"rows on cuda have {gate.shape[-1]} columns, above {MAX_CUDA_NORM_COLUMNS}"
+                )
             if reason is None and getattr(self, "activation", "silu") not in _ACTIVATIONS[1:]:
                 reason = f"the activation is {self.activation!r}"
             if reason is None:
                 return layer.gated_rms_norm(
                     hidden_states, gate, self.weight, float(self.variance_epsilon)
                 )
-            _log_once(type(self).__name__, reason)
+            log_once(type(self).__name__, reason)
         return original(self, hidden_states, gate)
 
-    return forward
+    return marked(forward, original)
 
 
 def _is_norm(held: Any, module: ModuleType) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from deltanet_ext import ops
+from deltanet_ext.integrations import _registry
 from deltanet_ext.integrations import transformers as switch
 
 __all__ = ["register"]
@@ -48,7 +49,7 @@ def _why_not(call: dict[str, Any]) -> str | None:
     tensors = {n: x for n, x in call.items() if isinstance(x, torch.Tensor)}
     query = tensors["query"]
     for x in tensors.values():
-        if not x.is_cpu and (why := switch._no_kernels_for(x.device, query)) is not None:
+        if not x.is_cpu and (why := _registry.why_no_kernels(x.device, query)) is not None:
             return why
     return switch._too_large(query.shape[-1], tensors["value"].shape[-1])
 

@@ -29,7 +29,6 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.metadata
-import logging
 import re
 import sys
 import threading
@@ -42,7 +41,8 @@ from typing import Any
 import torch
 
 from deltanet_ext import _load, ops
-from deltanet_ext.integrations import _layer
+from deltanet_ext.integrations import _layer, _registry
+from deltanet_ext.integrations._registry import log_once, marked, named_like
 
 __all__ = ["Report", "disable", "enable", "enabled", "report"]
 
@@ -75,9 +75,7 @@ _MODELING_FILE = re.compile(r"(^|\.)modeling_\w+$")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LARGEST_HEAD_DIM = 256
 
-_log = logging.getLogger("deltanet_ext")
 _lock = threading.RLock()
-_reasons_logged: set[str] = set()
 
 # Read by every wrapper: a wrapper that somebody copied while it was in place calls the original
 # again after disable(). True while enable() holds or a block of enabled() runs, in any thread.
@@ -85,29 +83,6 @@ _active = False
 _whole_layer = True  # the convolution and the norm too
 _enabled_explicitly = False
 _blocks: set[object] = set()
-
-
-@dataclass(frozen=True)
-class _Replacement:
-    """One name that holds something of ours."""
-
-    module: ModuleType  # the modeling file
-    owner: ModuleType | type  # it, or a class in it
-    name: str
-    ours: Any
-    theirs: Any  # what `owner` had under this name; None: nothing
-
-    def undo(self) -> None:
-        if self.owner.__dict__.get(self.name) is not self.ours:
-            return
-        if self.theirs is None:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, self.theirs)
-
-
-# By modeling file and dotted name in it.
-_replaced: dict[tuple[str, str], _Replacement] = {}
 
 
 @dataclass(frozen=True)
@@ -165,7 +140,7 @@ def _reason_to_decline(call: dict[str, Any]) -> str | None:
             return "query, key, value, g and beta are not all tensors"
         if tensor.is_cpu:
             continue
-        if (why := _no_kernels_for(tensor.device, query)) is not None:
+        if (why := _registry.why_no_kernels(tensor.device, query)) is not None:
             return why
 
     dtype = query.dtype
@@ -194,50 +169,14 @@ def _too_large(dim_k: int, dim_v: int) -> str | None:
     return f"head dims are {dim_k} and {dim_v}, above {_LARGEST_HEAD_DIM}"
 
 
-def _no_kernels_for(device: torch.device, query: torch.Tensor) -> str | None:
-    """Why a call with a tensor on this device, which is not the CPU, is not ours."""
-    if device.type != "cuda":
-        return f"a tensor is on {device.type} and there are no kernels for it"
-    if (why := _load.why_no_cuda()) is not None:
-        return f"a tensor is on {device.type} and {why}"
-    if device != query.device:
-        return f"tensors are on {device} and {query.device}"
-    return "query is float64 on cuda" if query.dtype == torch.float64 else None
-
-
-def _log_once(reason: str) -> None:
-    """Log why calls go to the original function, the first time for each reason."""
-    if torch.compiler.is_compiling() or reason in _reasons_logged:
-        return
-    _reasons_logged.add(reason)
-    _log.warning("gated delta rule: %s; such calls go to transformers' own function", reason)
-
-
 # -- the wrappers --------------------------------------------------------------------------------
 
 
-def _named_like(original: Callable) -> Callable[[Callable], Callable]:
-    """functools.wraps. With the `kernels` package the original is a module with a forward."""
-    return functools.wraps(getattr(original, "forward", original))
-
-
-def _marked(ours: Any, theirs: Any) -> Any:
-    """A wrapper that says what it wraps. It names itself, because functools.wraps copies marks."""
-    ours._deltanet_ext = ours, theirs
-    return ours
-
-
-def _original(found: Any) -> Any:
-    """What is behind a wrapper of ours; anything else as it is."""
-    marked, theirs = getattr(found, "_deltanet_ext", (None, None))
-    return theirs if marked is found else found
-
-
-def _wrap_rule(name: str, original: Callable) -> Callable:
+def _wrap_rule(name: str, theirs: Callable) -> Callable:
     our_name, parameters = _RULES[name]
     used = (*parameters, "cu_seqlens")
 
-    @_named_like(original)
+    @named_like(theirs)
     def gated_delta_rule(*args: Any, **kwargs: Any) -> Any:
         if _active and len(args) <= len(parameters):
             call = dict(zip(parameters, args, strict=False)) | kwargs
@@ -245,10 +184,10 @@ def _wrap_rule(name: str, original: Callable) -> Callable:
             if reason is None:
                 # Looked up at every call, so that a replaced operator is seen.
                 return getattr(ops, our_name)(**{n: call[n] for n in used if n in call})
-            _log_once(reason)
-        return original(*args, **kwargs)
+            log_once("gated delta rule", reason)
+        return theirs(*args, **kwargs)
 
-    return gated_delta_rule
+    return marked(gated_delta_rule, theirs)
 
 
 # -- switching -----------------------------------------------------------------------------------
@@ -271,19 +210,28 @@ def _layers_with_attributes(module: ModuleType) -> list[type]:
     return [layer for layer in found if layer.__module__ == module.__name__ and keeps_them(layer)]
 
 
-def _attribute(module: ModuleType, name: str) -> property:
+def _attributes(module: ModuleType) -> dict[str, list[tuple[Any, Callable]]]:
+    """For each attribute of such a layer, what transformers may have put there, and ours for it."""
+    found = {}
+    for name, (rule, fast) in _ATTRIBUTES.items():
+        theirs = [module.__dict__[rule], module.__dict__.get(fast)]
+        found[name] = [(held, _wrap_rule(rule, held)) for held in theirs if held]
+    return found
+
+
+def _attribute(
+    name: str, wrappers: list[tuple[Any, Callable]], is_active: Callable[[], bool], _: Any
+) -> property:
     """Shows what transformers puts into this attribute of a layer through a wrapper, and anything
-    else, such as a function of the user's, as it is."""
-    rule, fast = _ATTRIBUTES[name]
-    theirs = [module.__dict__[rule], module.__dict__.get(fast)]
-    wrappers = [(held, _marked(_wrap_rule(rule, held), held)) for held in theirs if held]
+    else, such as a function of the user's, as it is. (Last argument: the class has no such name.)
+    """
 
     def get(layer: Any) -> Any:
         if name not in layer.__dict__:
             raise AttributeError(name)
         found = layer.__dict__[name]
-        for original, wrapper in wrappers:
-            if found is original:
+        for held, wrapper in wrappers if is_active() else ():
+            if found is held:
                 return wrapper
         return found
 
@@ -296,31 +244,29 @@ def _attribute(module: ModuleType, name: str) -> property:
     return property(get, put, delete)
 
 
-def _replace(module: ModuleType, owner: ModuleType | type, name: str, ours: Any) -> None:
-    dotted = name if owner is module else f"{owner.__name__}.{name}"
-    # A file that takes the functions of another one may hold a wrapper already.
-    theirs = _original(owner.__dict__.get(name))
-    setattr(owner, name, ours)
-    _replaced[module.__name__, dotted] = _Replacement(module, owner, name, ours, theirs)
+def _is_active() -> bool:
+    return _active
+
+
+def _is_layer_active() -> bool:
+    return _active and _whole_layer
 
 
 def _switch(module: ModuleType) -> None:
     layers = _layers_with_attributes(module)
-    _layer.switch(module, lambda: _active and _whole_layer, functions=not layers)
+    _layer.switch(module, _is_layer_active, functions=not layers)
+    for name in () if layers else _RULES:
+        if module.__dict__.get(name) is not None:
+            _registry.replace(module, module, name, functools.partial(_wrap_rule, name))
     for layer in layers:
-        for name in _ATTRIBUTES:
-            if not isinstance(layer.__dict__.get(name), property):
-                _replace(module, layer, name, _attribute(module, name))
-    if layers:
-        return
-    for name in _RULES:
-        found = module.__dict__.get(name)
-        known = _replaced.get((module.__name__, name))
-        # A file that was loaded again has functions of its own, under the same name.
-        if found is None or (known is not None and known.module is module and known.ours is found):
-            continue
-        theirs = _original(found)
-        _replace(module, module, name, _marked(_wrap_rule(name, theirs), theirs))
+        for attributes, is_active in (
+            (_attributes(module), _is_active),
+            (_layer.attributes(module, _is_layer_active), _is_layer_active),
+        ):
+            for name, wrappers in attributes.items():
+                if name in layer.__init__.__code__.co_names:  # type: ignore[misc]
+                    make = functools.partial(_attribute, name, wrappers, is_active)
+                    _registry.replace(module, layer, name, make)
 
 
 class _ImportHook(importlib.abc.MetaPathFinder):
@@ -401,7 +347,7 @@ def _left() -> dict[str, str]:
 def report() -> Report:
     """What is switched now. Grows when a modeling file is imported while switched."""
     with _lock:
-        functions = (*(f"{module}.{name}" for module, name in _replaced), *_layer.names())
+        functions = _registry.names()
         if not _active:
             return Report(False, _installed_version(), functions)
         return Report(True, _installed_version(), functions, _backends(), _left())
@@ -425,10 +371,7 @@ def _switch_off() -> None:
     _active = False
     with contextlib.suppress(ValueError):
         sys.meta_path.remove(_hook)
-    for replacement in _replaced.values():
-        replacement.undo()
-    _replaced.clear()
-    _layer.undo()
+    _registry.undo()
 
 
 def enable(*, quiet: bool = False, layer: bool = True) -> Report:

@@ -410,8 +410,10 @@ def kernels(unit: str) -> pathlib.Path:
 
 # Operator code, which includes torch; it grows with csrc.
 OPERATOR_SOURCES = (
+    "csrc/ops/causal_conv1d_cuda.cpp",
     "csrc/ops/gated_delta_rule_backward_cuda.cpp",
     "csrc/ops/gated_delta_rule_cuda.cpp",
+    "csrc/ops/gated_rms_norm_cuda.cpp",
     "csrc/ops/schema.cpp",
     "csrc/ops/triangular_inverse_cuda.cpp",
     "tests/ptx_emulator/operators/gate_cumsum.cpp",
