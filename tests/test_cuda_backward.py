@@ -13,22 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_backward import (
-    ABSOLUTE_FLOOR,
-    CHUNK,
-    FP32_FLOOR,
-    GATES,
-    NAMES,
-    RECURRENT,
-    Gradients,
-    backward,
-    by_recurrence,
-    judge,
-    judge_fp32,
-    leaves,
-    ours,
-    upstream,
-)
 from torch import Tensor
 
 import deltanet_ext
@@ -37,12 +21,29 @@ from cases import CASES, Case, case_named, name_of, one_thread
 from closeness import assert_close, assert_same_bits, rmse_ratio
 from deltanet_ext import reference
 from deltanet_ext._autograd import SEGMENT_TOKENS
+from gradients import (
+    ABSOLUTE_FLOOR,
+    CHUNK,
+    FP32_FLOOR,
+    GATES,
+    NAMES,
+    backward,
+    by_recurrence,
+    judge,
+    judge_fp32,
+    judge_gates,
+    judge_packed,
+    leaves,
+    ours,
+    upstream,
+)
 
 if reason := emulated.why_not():
     pytest.skip(f"emulated CUDA operators: {reason}", allow_module_level=True)
 
 pytestmark = pytest.mark.slow  # the first run compiles for minutes
 
+RECURRENT = deltanet_ext.recurrent_gated_delta_rule
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 OPERATOR = "chunk_gated_delta_rule_backward"
 # Half of what flash-linear-attention allows itself, for dg and dbeta and for the rest. Rounding a
@@ -117,37 +118,17 @@ NARROW_CASES = [
 def test_narrow_inputs(case: Case, dtype: torch.dtype, poison: None) -> None:
     with emulated.schedule(seed_of(f"{case} {dtype}")):
         got = ours(case, dtype)
-    for name, exact in by_recurrence(case, dtype, torch.float64).items():
-        if exact is None:
-            continue
-        bound = NARROW_GATES if name in ("g", "beta") else NARROW
-        assert got[name].dtype == case.inputs(dtype)[name].dtype
-        assert rmse_ratio(got[name], exact) <= bound, name
+    args = case.inputs(dtype)
+    for name, x in got.items():
+        assert x is None or x.dtype == args[name].dtype
+    bounds = {"g": NARROW_GATES, "beta": NARROW_GATES, "else": NARROW, "narrow": NARROW}
+    judge(got, by_recurrence(case, dtype, torch.float64), None, bounds)
 
 
 @pytest.mark.parametrize("beta", ["sigmoid", "0"])
 @pytest.mark.parametrize("gate", GATES)
 def test_gates(gate: str, beta: str) -> None:
-    """dg keeps its relative accuracy, token by token, however strong the gates."""
-    case = Case(f"gates {gate}", T=75, HV=2, K=24, V=24, beta=beta, state=FP32)
-    args = case.inputs()
-    noise = torch.randn(args["g"].shape, generator=torch.Generator().manual_seed(3))
-    args["g"] = GATES[gate](noise).float()
-
-    def by(dtype: torch.dtype) -> Gradients:
-        def function(**x: Any) -> Any:
-            return reference.recurrent(**x, dtype=dtype)
-
-        with one_thread():
-            return backward(function, leaves(args, dtype), *upstream(case, FP32))
-
-    want, base = by(torch.float64), by(FP32)
-    got = backward(CHUNK, leaves(args), *upstream(case, FP32))
-    judge(got, want, base, {"else": FP32_FLOOR})
-    strong = args["g"] < -4
-    if strong.any():
-        pick = {"g": want["g"][strong]}
-        judge({"g": got["g"][strong]}, pick, {"g": base["g"][strong]}, {"else": FP32_FLOOR})
+    judge_gates(gate, beta)
 
 
 # ---- saved states --------------------------------------------------------------------------------
@@ -246,22 +227,9 @@ def test_no_state_is_the_zero_state() -> None:
 
 
 def test_packed_sequences_are_as_if_alone(poison: None) -> None:
-    case = Case("packed grads", T=130, HV=3, K=20, V=24, cu=(0, 17, 17, 50, 120), state=FP32)
-    args, (d_out, d_state) = case.inputs(), upstream(case, FP32)
-    got = backward(CHUNK, leaves(args), d_out, d_state)
-    assert case.cu is not None
-    for n, (begin, end) in enumerate(zip(case.cu, case.cu[1:], strict=False)):
-        tokens = slice(begin, end)
-        alone = {k: x[:, tokens] if k in NAMES[:5] else x for k, x in args.items()}
-        alone["initial_state"] = args["initial_state"][n : n + 1]
-        del alone["cu_seqlens"]
-        want = backward(CHUNK, leaves(alone), d_out[:, tokens], d_state[n : n + 1])
-        for k, x in want.items():
-            part = got[k][n : n + 1] if k == "initial_state" else got[k][:, tokens]
-            assert_same_bits(part, x, k)
-    for k in NAMES[:5]:
-        assert not got[k][:, case.cu[-1] :].any()
-    assert_same_bits(got["initial_state"][1:2], d_state[1:2])  # the empty sequence
+    judge_packed(
+        Case("packed grads", T=130, HV=3, K=20, V=24, cu=(0, 17, 17, 50, 120), state=FP32)
+    )
 
 
 @pytest.mark.parametrize("needed", NAMES)

@@ -16,7 +16,7 @@ namespace deltanet::cuda {
 size_t chunk_backward_workspace(const RuleBackwardParams& p);
 
 // Equations (9) to (28). workspace: 256-byte aligned, contents undefined before and after. At most
-// seven launches.
+// eight launches.
 void chunk_backward(const RuleBackwardParams& p, void* workspace, cudaStream_t stream);
 
 }  // namespace deltanet::cuda
