@@ -127,6 +127,19 @@ def schedule(seed: int) -> Iterator[None]:
         runtime().ptx_emulator_set_seed(0)
 
 
+@contextmanager
+def segment_strips(strips: int) -> Iterator[None]:
+    """Inside, the reverse scan of backward passes cuts sequences every `strips` x 96 tokens."""
+    load()
+    set_strips = ctypes.CDLL(str(build.operators())).ptx_emulated_operators_set_segment_strips
+    set_strips.argtypes = [ctypes.c_longlong]
+    set_strips(strips)
+    try:
+        yield
+    finally:
+        set_strips(0)
+
+
 class Graph:
     """A recorded sequence of launches."""
 

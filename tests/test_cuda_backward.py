@@ -166,6 +166,76 @@ def test_saved_states_are_few_and_right(form: str, dtype: torch.dtype, poison: N
     assert not saved[:, 1].any()  # no second segment starts
 
 
+# ---- segments of the reverse scan ------------------------------------------------------------------
+
+# Gates that forget would hide what segments hand on.
+SEGMENTED = [
+    Case("segments, g zero", T=500, HV=1, K=8, V=12, g="zero", state=FP32),
+    Case("segments, g model", T=410, B=2, HK=1, HV=2, K=20, V=36, state=FP32),
+    Case("segments, g positive", T=400, HV=1, K=9, V=7, g="positive", raw_beta=True, state=FP32),
+    Case("segments, strong keys", T=500, HV=1, K=8, V=8, g="zero", beta="1.999", state=FP32,
+         keys="correlated"),
+    Case("segments, wide", T=390, HV=1, K=132, V=20, g="zero", state=FP32),
+    Case("segments, state V first", T=300, HV=2, K=6, V=10, g="zero", state=FP32,
+         state_v_first=True),
+    Case("segments, packed", T=620, HK=1, HV=2, K=8, V=12, g="zero", state=FP32,
+         cu=(0, 17, 17, 307, 600)),
+    Case("segments, packed, long ones", T=600, HV=1, K=8, V=12, g="zero", state=FP32,
+         cu=(0, 0, 96, 600)),
+]  # fmt: skip
+STRIPS = pytest.mark.parametrize("strips", [1, 2])
+
+
+@STRIPS
+@pytest.mark.parametrize("case", SEGMENTED, ids=str)
+def test_segments(case: Case, strips: int, poison: None) -> None:
+    with emulated.schedule(seed_of(case.name)), emulated.segment_strips(strips):
+        judge_fp32(case)
+
+
+@pytest.mark.parametrize("uses", ["output", "state"])
+def test_segments_whichever_result_is_used(uses: str, poison: None) -> None:
+    with emulated.segment_strips(1):
+        judge_fp32(SEGMENTED[0], uses=uses)
+
+
+def test_segments_of_narrow_inputs(poison: None) -> None:
+    case = SEGMENTED[1]
+    with emulated.segment_strips(1):
+        got = ours(case, BF16)
+    bounds = {"g": NARROW_GATES, "beta": NARROW_GATES, "else": NARROW, "narrow": NARROW}
+    judge(got, by_recurrence(case, BF16, torch.float64), None, bounds)
+
+
+def test_long_sequences_are_cut_and_batch_invariant_calls_are_not(poison: None) -> None:
+    """The latter have the bits of whole sequences, alone and packed. The emulated device has four
+    processors: this block alone leaves enough of them idle."""
+    case = Case("long", T=LONG, HV=1, K=8, V=12, g="zero", state=FP32)
+    cut = ours(case)
+    with emulated.segment_strips(4):
+        assert_same_bits(ours(case)["initial_state"], cut["initial_state"])
+    with deltanet_ext.batch_invariant(True):
+        whole = ours(case)
+        judge_packed(
+            Case("long", T=900, HV=1, K=8, V=12, g="zero", cu=(0, 10, 10, 820, 890), state=FP32)
+        )
+    assert not torch.equal(cut["initial_state"], whole["initial_state"])
+    for name, x in whole.items():
+        if x is not None:
+            assert rmse_ratio(cut[name], x) < FP32_FLOOR, name
+
+
+def test_every_schedule_gives_the_same_bits_with_segments() -> None:
+    with emulated.segment_strips(1):
+        want = ours(SEGMENTED[6])
+        for seed in (1, 2):
+            with emulated.schedule(seed):
+                got = ours(SEGMENTED[6])
+            for name, x in want.items():
+                if x is not None:
+                    assert_same_bits(got[name], x, f"d{name}, seed {seed}")
+
+
 # ---- views ---------------------------------------------------------------------------------------
 
 
@@ -214,6 +284,18 @@ def test_every_schedule_gives_the_same_bits() -> None:
             got = ours(BITS)
         for name, x in want.items():
             assert_same_bits(got[name], x, f"d{name}, seed {seed}")
+
+
+def test_blocks_for_one_head_and_for_all_of_a_key_give_the_same_bits() -> None:
+    """A batch of six has blocks enough for the latter, and more strips than run at once."""
+    case = Case("heads", B=6, T=200, HK=1, HV=3, K=20, V=12, raw_gate=True, state=FP32)
+    args, (d_out, d_state) = case.inputs(), upstream(case, FP32)
+    got = backward(CHUNK, leaves(args), d_out, d_state)
+    for n in (0, 5):
+        one = {k: x[n : n + 1] if k in NAMES[:6] else x for k, x in args.items()}
+        want = backward(CHUNK, leaves(one), d_out[n : n + 1], d_state[n : n + 1])
+        for name in NAMES[:6]:
+            assert_same_bits(got[name][n : n + 1], want[name], f"d{name}, sequence {n}")
 
 
 def test_no_state_is_the_zero_state() -> None:

@@ -36,7 +36,8 @@ struct Wanted {
 // whole sequences fill less than a quarter of the device: then as many segments as fill it, of four
 // strips or more. The choice depends on N, HV, V, T and the device alone, never on what cu_seqlens
 // holds, so that maps and ends of segments take no more than a few states per processor.
-int64_t choose_segment_strips(const RuleParams& p) {
+int64_t choose_segment_strips(const RuleParams& p, const BackwardOptions& options) {
+  if (options.segment_strips > 0) return options.segment_strips;
   constexpr int64_t kFewestStrips = 4, kFewestSegments = 4;
   const int64_t strips = (p.tokens + kStrip - 1) / kStrip;
   const int64_t blocks = p.sequences * p.value_heads * column_tiles(p.dim_v, 16);
@@ -47,11 +48,12 @@ int64_t choose_segment_strips(const RuleParams& p) {
 }
 
 struct Workspace {
-  Workspace(const RuleBackwardParams& p, const Wanted& wanted, void* memory)
+  Workspace(const RuleBackwardParams& p, const Wanted& wanted, const BackwardOptions& options,
+            void* memory)
       : base_(static_cast<char*>(memory)) {
     const int64_t strips = max_chunks(p, kStrip), heads = strips * p.value_heads;
     const int64_t state = state_floats(p.dim_k, p.dim_v), map = state_floats(p.dim_k, p.dim_k);
-    segment_strips = choose_segment_strips(p);
+    segment_strips = choose_segment_strips(p, options);
     segments = std::max<int64_t>(
         (p.tokens + segment_strips * kStrip - 1) / (segment_strips * kStrip), 1);
     const int64_t keys = p.sequences * p.value_heads;
@@ -94,16 +96,17 @@ struct Workspace {
 
 }  // namespace
 
-size_t chunk_backward_workspace(const RuleBackwardParams& p) {
+size_t chunk_backward_workspace(const RuleBackwardParams& p, const BackwardOptions& options) {
   check_supported("chunk_gated_delta_rule_backward", p);
   char* const anywhere = reinterpret_cast<char*>(256);
-  return Workspace(p, Wanted(p), anywhere).bytes;
+  return Workspace(p, Wanted(p), options, anywhere).bytes;
 }
 
-void chunk_backward(const RuleBackwardParams& p, void* workspace, cudaStream_t stream) {
+void chunk_backward(const RuleBackwardParams& p, void* workspace, cudaStream_t stream,
+                    const BackwardOptions& options) {
   check_supported("chunk_gated_delta_rule_backward", p);
   const Wanted wanted(p);
-  const Workspace w(p, wanted, workspace);
+  const Workspace w(p, wanted, options, workspace);
   const int64_t strips = max_chunks(p, kStrip);
   const ChunkTable table = build_chunk_table(p, kStrip, w.table, stream);
   prepare_strips(p, table, w.prepared, w.gradient, stream);

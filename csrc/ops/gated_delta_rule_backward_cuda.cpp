@@ -12,6 +12,7 @@
 #include "cuda/backward.h"
 #include "ops/cuda_context.h"
 #include "ops/cuda_rule.h"
+#include "ops/cuda_settings.h"
 #include "ops/rule_arguments.h"
 #include "ops/rule_gradients.h"
 
@@ -34,14 +35,16 @@ Gradients run_backward(const char* op, const RuleArguments& x, const OptionalTen
   if (wants(wanted, kALog)) p.d_A_log = mutable_view<1>(std::get<kALog>(d));
   if (wants(wanted, kDtBias)) p.d_dt_bias = mutable_view<1>(std::get<kDtBias>(d));
 
+  cuda::BackwardOptions options;
+  options.segment_strips = cuda_settings.backward_segment_strips;
   const CudaDevice device(x.key);
-  const Tensor workspace = new_workspace(x.key, cuda::chunk_backward_workspace(p));
+  const Tensor workspace = new_workspace(x.key, cuda::chunk_backward_workspace(p, options));
   const CudaContext context({x.query, x.key, x.value, x.g, x.beta, x.initial_state, x.cu_seqlens,
                              x.A_log, x.dt_bias, grad_out, grad_final_state, states},
                             {std::get<kQuery>(d), std::get<kKey>(d), std::get<kValue>(d),
                              std::get<kG>(d), std::get<kBeta>(d), std::get<kInitialState>(d),
                              std::get<kALog>(d), std::get<kDtBias>(d), workspace});
-  cuda::chunk_backward(p, workspace.mutable_data_ptr(), context.stream());
+  cuda::chunk_backward(p, workspace.mutable_data_ptr(), context.stream(), options);
   return d;
 }
 
