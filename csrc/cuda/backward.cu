@@ -33,12 +33,12 @@ struct Wanted {
 // Strips in a segment of the reverse scan; sequences of up to so many are not cut.
 //
 // Segments cost 2.7 times the work of a plain scan: their maps come first. They pay where blocks of
-// whole sequences fill less than a quarter of the device: then as many segments as fill it, of four
+// whole sequences fill less than a quarter of the device: then as many segments as fill it, of two
 // strips or more. The choice depends on N, HV, V, T and the device alone, never on what cu_seqlens
 // holds, so that maps and ends of segments take no more than a few states per processor.
 int64_t choose_segment_strips(const RuleParams& p, const BackwardOptions& options) {
   if (options.segment_strips > 0) return options.segment_strips;
-  constexpr int64_t kFewestStrips = 4, kFewestSegments = 4;
+  constexpr int64_t kFewestStrips = 2, kFewestSegments = 4;
   const int64_t strips = (p.tokens + kStrip - 1) / kStrip;
   const int64_t blocks = p.sequences * p.value_heads * column_tiles(p.dim_v, 16);
   const int64_t wanted = blocks > 0 ? processors() / blocks : 1;

@@ -12,7 +12,7 @@
 namespace deltanet::cuda {
 
 struct BackwardOptions {
-  // Strips of 96 tokens in a segment of the reverse scan; 0: chosen from N, HV, V, T and the device.
+  // Strips (strips.cuh) in a segment of the reverse scan; 0: chosen from N, HV, V, T and the device.
   // Results differ in rounding only.
   int64_t segment_strips = 0;
 };

@@ -18,6 +18,7 @@ struct GradientSlots {
   int64_t floats = 0;  // of a slot
   // S of one tile of V before each chunk of the strip but the first.
   int state_floats = 0;
+  int N = 0, X = 0;  // [kStrip, columns] of that tile
   // [kStrip, K] each: sums over V for one value head, and over the value heads of the key; the
   // latter are the former where a block has one head only.
   bool query = false, key = false;  // wanted
@@ -31,15 +32,17 @@ struct GradientSlots {
         key(with_key),
         totals(with_totals) {
     int at = (kStripChunks - 1) * state_floats;
-    const auto take = [&](bool wanted) {
+    const auto take = [&](bool wanted, int width) {
       const int here = at;
-      if (wanted) at += kStrip * dim_k;
+      if (wanted) at += kStrip * width;
       return here;
     };
-    d_query = take(query);
-    d_key = take(key);
-    query_total = totals ? take(query) : d_query;
-    key_total = totals ? take(key) : d_key;
+    N = take(true, columns);
+    X = take(true, columns);
+    d_query = take(query, dim_k);
+    d_key = take(key, dim_k);
+    query_total = totals ? take(query, dim_k) : d_query;
+    key_total = totals ? take(key, dim_k) : d_key;
     floats = at;
   }
 };

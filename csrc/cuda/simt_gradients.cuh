@@ -11,7 +11,8 @@
 // Work split:  one block = one (strip, key head), with a loop over the value heads of the key, or
 //              one (strip, value head) where the former would leave processors idle; of those it
 //              takes one after the other. For each tile of V its chunks run forward, for N, and then
-//              in reverse; S before each chunk is kept in the block's slot of scratch memory. A and
+//              in reverse; N and S before each chunk are kept in the block's slot of scratch
+//              memory. A and
 //              B are summed over the tiles in shared memory, the rest of dQ and dK in the slot.
 // Numerics:    every sum has one fixed order, the same for both splits. dg adds what crosses a token
 //              boundary, (22), and never cancels. Rows of k and q are not rescaled: gradients are
@@ -56,7 +57,7 @@ struct GradientTraits {
   static_assert(kColumns_ == 16 || kColumns_ == 8 || kColumns_ == 4, "whole quads");
   static constexpr int kColumns = kColumns_;
   static constexpr int kThreads = 128, kWarps = kThreads / 32;
-  static constexpr int kMinBlocks = 3;  // more than shared memory holds at K = 128 on sm_80
+  static constexpr int kMinBlocks = 3;  // 168 registers: none is spilled
   // Eight rows of four columns, read at once, then hit 32 banks.
   static constexpr int kPitch = kColumns + 4;
   // Products of rows with a state: kLanes threads for a row, kEach columns for a thread.
@@ -70,14 +71,24 @@ struct GradientTraits {
     int number, batch, first_head, head, key_head;
     int tile;  // first column of V
   };
-  struct Shared {
-    Prepared prepared;
-    float decay[kChunk];       // of PreparedGradient
-    float N[kStrip][kPitch];   // new values; at the end: W of one chunk
-    float X[kStrip][kPitch];   // diag(e) K S; at the end: PreparedGradient of one chunk
+  struct Tile {  // one chunk of one tile of V
+    float N[kChunk][kPitch];      // new values
+    float X[kChunk][kPitch];      // diag(e) K S
     float grad[kChunk][kPitch];   // dO
     float Z[kChunk][kPitch];      // dN, then Z
     float value[kChunk][kPitch];  // V
+  };
+  struct Finish {  // one chunk, once all tiles are summed
+    PreparedGradient gradient;
+    float W[kChunk][kChunk];
+  };
+  struct Shared {
+    Prepared prepared;
+    float decay[kChunk];  // of PreparedGradient
+    union {
+      Tile tile;
+      Finish finish;
+    };
     // For j <= i: [i][j] is dO_i . N_j, then A with norms. For j < i: [j][i] is Z_i . N_j, then X.
     float squares[kStripChunks][kChunk][kChunk];
     float past[kStrip], future[kStrip];  // (21b), (21c)
@@ -85,7 +96,6 @@ struct GradientTraits {
     float through[kStrip][kWarps];  // (21d) of the piece that begins here, by warps
     Place place;
   };
-  static_assert(sizeof(PreparedGradient) <= sizeof(Shared::X), "it takes that place");
   // Two states [K padded][kPitch] and the rows of a chunk, [16][row pitch], follow. Rows of q take
   // the place of the states in the end.
   __host__ __device__ static int state_floats(int dim_k) {
@@ -213,13 +223,26 @@ class GradientBlock {
       load_rows_of(p_.key, c, x_.key_quads, k_);
       load_prepared<kThreads>(x_.prepared + prepared_of(c), shared_.prepared);
       if (thread_ < kChunk) shared_.decay[thread_] = x_.gradient[prepared_of(c)].decay[thread_];
-      load_tile(p_.value, c, x_.value_quads, shared_.value[0]);
-      if (back) load_tile(p_.grad_output, c, x_.grad_quads, shared_.grad[0]);
-      if (back)
+      load_tile(p_.value, c, x_.value_quads, shared_.tile.value[0]);
+      if (back) {
+        load_values(c);
+        load_tile(p_.grad_output, c, x_.grad_quads, shared_.tile.grad[0]);
         reverse_chunk(c);
-      else
+      } else {
         forward_chunk(c);
+      }
     }
+  }
+
+  // Column column() + j of this thread's row of X, which no other thread reads.
+  __device__ __forceinline__ float* x_of(int c, int j) const {
+    return slot() + x_.slots.X + (c * kChunk + row()) * kColumns + column() + j;
+  }
+  __device__ __forceinline__ void load_values(int c) {
+    const float* const from = slot() + x_.slots.N + c * kChunk * kColumns;
+    for (int e = 4 * thread_; e < count_of(c) * kColumns; e += 4 * kThreads)
+      *reinterpret_cast<float4*>(&shared_.tile.N[e / kColumns][e % kColumns]) =
+          *reinterpret_cast<const float4*>(from + e);
   }
 
   // Between a state in shared memory and one in the slot.
@@ -262,7 +285,7 @@ class GradientBlock {
     row_times(S_, sum);
 #pragma unroll
     for (int j = 0; j < kEach; ++j)
-      shared_.X[c * kChunk + row()][column() + j] = shared_.decay[row()] * sum[j];
+      *x_of(c, j) = shared_.tile.X[row()][column() + j] = shared_.decay[row()] * sum[j];
   }
   __device__ __forceinline__ void row_times(const float* S, float (&sum)[kEach]) const {
     const float* k = k_ + row() * pitch_;
@@ -287,11 +310,12 @@ class GradientBlock {
     for (int i = 0; i < kChunk; ++i) {
       n[i] = 0.f;
       if (i < first || i >= end) continue;
-      float sum = f.value[i] * (shared_.value[i][thread_] - shared_.X[c * kChunk + i][thread_]);
+      float sum = f.value[i] * (shared_.tile.value[i][thread_] - shared_.tile.X[i][thread_]);
 #pragma unroll
       for (int m = 0; m < i; ++m) sum = fmaf(-f.L[i][m], n[m], sum);
       n[i] = sum;
-      shared_.N[c * kChunk + i][thread_] = sum;
+      shared_.tile.N[i][thread_] = sum;
+      slot()[x_.slots.N + (c * kChunk + i) * kColumns + thread_] = sum;
     }
   }
 
@@ -307,7 +331,7 @@ class GradientBlock {
       for (int m = first; m < end; ++m)
         add_outer(*reinterpret_cast<const float4*>(k_ + m * pitch_ + row),
                   scaled(shared_.prepared.update[m],
-                         *reinterpret_cast<const float4*>(&shared_.N[c * kChunk + m][column])),
+                         *reinterpret_cast<const float4*>(&shared_.tile.N[m][column])),
                   sum);
       store_tile(S, sum);
     }
@@ -368,15 +392,15 @@ class GradientBlock {
 #pragma unroll
       for (int j = 0; j < kEach; ++j) {
         y[j] *= f.update[row()];
-        future = fmaf(shared_.N[c * kChunk + row()][column() + j], y[j], future);
+        future = fmaf(shared_.tile.N[row()][column() + j], y[j], future);
         sum[j] = 0.f;
       }
       for (int i = row(); i < end; ++i)
 #pragma unroll
         for (int j = 0; j < kEach; ++j)
-          sum[j] = fmaf(f.P[i][row()], shared_.grad[i][column() + j], sum[j]);
+          sum[j] = fmaf(f.P[i][row()], shared_.tile.grad[i][column() + j], sum[j]);
 #pragma unroll
-      for (int j = 0; j < kEach; ++j) shared_.Z[row()][column() + j] = sum[j] + y[j];
+      for (int j = 0; j < kEach; ++j) shared_.tile.Z[row()][column() + j] = sum[j] + y[j];
     }
     future = sum_of_lanes<Traits::kLanes>(future);
     if (thread_ % Traits::kLanes == 0 && row() >= first && row() < end)
@@ -391,11 +415,11 @@ class GradientBlock {
     for (int i = kChunk - 1; i >= 0; --i) {
       z[i] = 0.f;
       if (i < first || i >= end) continue;
-      float sum = shared_.Z[i][thread_];
+      float sum = shared_.tile.Z[i][thread_];
 #pragma unroll
       for (int j = kChunk - 1; j > i; --j) sum = fmaf(-f.L[j][i], z[j], sum);
       z[i] = sum;
-      shared_.Z[i][thread_] = sum;
+      shared_.tile.Z[i][thread_] = sum;
     }
   }
 
@@ -407,8 +431,8 @@ class GradientBlock {
     if (inside)
 #pragma unroll
       for (int j = 0; j < kEach; ++j) {
-        const float z = shared_.Z[row()][column() + j], x = shared_.X[token][column() + j];
-        with_residual = fmaf(z, shared_.value[row()][column() + j] - x, with_residual);
+        const float z = shared_.tile.Z[row()][column() + j], x = *x_of(c, j);
+        with_residual = fmaf(z, shared_.tile.value[row()][column() + j] - x, with_residual);
         with_state = fmaf(z, x, with_state);
       }
     with_residual = sum_of_lanes<Traits::kLanes>(with_residual);
@@ -428,9 +452,9 @@ class GradientBlock {
       float4 n[kQuads];
 #pragma unroll
       for (int v = 0; v < kQuads; ++v)
-        n[v] = *reinterpret_cast<const float4*>(&shared_.N[c * kChunk + j][4 * v]);
-      shared_.squares[c][i][j] += dot(shared_.grad[i], n);
-      if (j < i) shared_.squares[c][j][i] += dot(shared_.Z[i], n);
+        n[v] = *reinterpret_cast<const float4*>(&shared_.tile.N[j][4 * v]);
+      shared_.squares[c][i][j] += dot(shared_.tile.grad[i], n);
+      if (j < i) shared_.squares[c][j][i] += dot(shared_.tile.Z[i], n);
     }
   }
 
@@ -451,10 +475,10 @@ class GradientBlock {
 #pragma unroll 2
       for (int i = first; i < end; ++i) {
         const int at = i * p_.dim_k + k;
-        if (x_.slots.query) add(d_query + at, f.query[i] * dot(shared_.grad[i], s));
+        if (x_.slots.query) add(d_query + at, f.query[i] * dot(shared_.tile.grad[i], s));
         if (x_.slots.key)
-          add(d_key + at, fmaf(f.update[i], dot(shared_.N[c * kChunk + i], d),
-                               -f.key[i] * dot(shared_.Z[i], s)));
+          add(d_key + at, fmaf(f.update[i], dot(shared_.tile.N[i], d),
+                               -f.key[i] * dot(shared_.tile.Z[i], s)));
       }
     }
     through = sum_of_lanes<32>(through);
@@ -476,13 +500,13 @@ class GradientBlock {
       load_scaled(dS, f.keep[first], sum);
       for (int m = first; m < end; ++m)
         add_outer(*reinterpret_cast<const float4*>(k_ + m * pitch_ + row),
-                  scaled(-f.key[m], *reinterpret_cast<const float4*>(&shared_.Z[m][column])), sum);
+                  scaled(-f.key[m], *reinterpret_cast<const float4*>(&shared_.tile.Z[m][column])), sum);
       if (p_.grad_output.data)
         for (int m = first; m < end; ++m)
           add_outer(load_quad(p_.query.data, p_.query.dtype,
                               q + m * p_.query.stride[1] + row * p_.query.stride[3],
                               p_.query.stride[3], p_.dim_k - row, x_.query_quads),
-                    scaled(f.query[m], *reinterpret_cast<const float4*>(&shared_.grad[m][column])),
+                    scaled(f.query[m], *reinterpret_cast<const float4*>(&shared_.tile.grad[m][column])),
                     sum);
       store_tile(dS, sum);
     }
@@ -496,7 +520,7 @@ class GradientBlock {
     load_rows_of(p_.key, c, x_.key_quads, k_);
     load_rows_of(p_.query, c, x_.query_quads, q);
     load_prepared<kThreads>(x_.prepared + prepared_of(c), shared_.prepared);
-    load_prepared<kThreads>(x_.gradient + prepared_of(c), gradient());
+    load_prepared<kThreads>(x_.gradient + prepared_of(c), shared_.finish.gradient);
     __syncthreads();  // the chunk is complete
     if (x_.slots.query) add_query_past(c, q);
     crossings(c);
@@ -507,10 +531,6 @@ class GradientBlock {
     __syncthreads();  // A and X are complete
     add_chunk_products(c, q);
   }
-  __device__ __forceinline__ PreparedGradient& gradient() const {
-    return *reinterpret_cast<PreparedGradient*>(&shared_.X[0][0]);
-  }
-
   // (21b): q . q_past, a warp for a row
   __device__ __forceinline__ void add_query_past(int c, const float* q) {
     const float* const d_query = slot() + x_.slots.d_query + c * kChunk * p_.dim_k;
@@ -523,15 +543,12 @@ class GradientBlock {
     }
   }
 
-  // (21a): W, in the place of N
-  __device__ __forceinline__ float* crossing(int i, int j) const {
-    return &shared_.N[0][0] + i * kChunk + j;
-  }
+  // (21a)
   __device__ __forceinline__ void crossings(int c) {
 #pragma unroll 1
     for (int e = thread_; e < kChunk * kChunk; e += kThreads) {
       const int i = e / kChunk, j = e % kChunk;
-      *crossing(i, j) = j < i ? shared_.prepared.P[i][j] * shared_.squares[c][i][j] -
+      shared_.finish.W[i][j] = j < i ? shared_.prepared.P[i][j] * shared_.squares[c][i][j] -
                                     shared_.prepared.L[i][j] * shared_.squares[c][j][i]
                               : 0.f;
     }
@@ -556,7 +573,7 @@ class GradientBlock {
       if (p_.d_beta.data) {
         float d = shared_.d_beta[c * kChunk + thread_];
         for (int j = 0; j < thread_; ++j)
-          d = fmaf(-gradient().KK[thread_][j], shared_.squares[c][j][thread_], d);
+          d = fmaf(-shared_.finish.gradient.KK[thread_][j], shared_.squares[c][j][thread_], d);
         const auto& x = p_.d_beta;
         store_float(x.data, x.dtype, place().batch * x.stride[0] + t * x.stride[1] + place().head * x.stride[2],
                     raw_beta_gradient(p_, place().batch, t, place().head, d));
@@ -579,14 +596,14 @@ class GradientBlock {
     for (int i = t; i < end; ++i) sum += shared_.past[c * kChunk + i];
     for (int j = first; j < t; ++j) {
       sum += shared_.future[c * kChunk + j];
-      for (int i = t; i < end; ++i) sum += *crossing(i, j);
+      for (int i = t; i < end; ++i) sum += shared_.finish.W[i][j];
     }
     return sum;
   }
 
   // (15), (16) and X of (19), with the norms of the rows that they multiply, in place
   __device__ __forceinline__ void make_squares(int c) {
-    const PreparedGradient& g = gradient();
+    const PreparedGradient& g = shared_.finish.gradient;
 #pragma unroll 1
     for (int e = thread_; e < kChunk * kChunk; e += kThreads) {
       const int i = e / kChunk, j = e % kChunk;
