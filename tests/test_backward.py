@@ -4,19 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-
-import deltanet_ext
-from cases import CASES, STRESS, Case, arithmetic, case_named, name_of, one_thread
-from closeness import assert_same_bits, rmse_ratio
-from deltanet_ext import reference
-from deltanet_ext._autograd import SEGMENT_TOKENS
 from gradients import (
     CHUNK,
     FP32_FLOOR,
@@ -34,6 +26,14 @@ from gradients import (
     ours,
     upstream,
 )
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import deltanet_ext
+from cases import CASES, STRESS, Case, case_named, name_of, one_thread
+from closeness import assert_same_bits, rmse_ratio
+from deltanet_ext import reference
+from deltanet_ext._autograd import SEGMENT_TOKENS
 
 RECURRENT = deltanet_ext.recurrent_gated_delta_rule
 OPS = torch.ops.deltanet_ext

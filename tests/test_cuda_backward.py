@@ -13,14 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-import deltanet_ext
-import emulated
-from cases import CASES, Case, case_named, name_of, one_thread
-from closeness import assert_close, assert_same_bits, rmse_ratio
-from deltanet_ext import reference
-from deltanet_ext._autograd import SEGMENT_TOKENS
 from gradients import (
     ABSOLUTE_FLOOR,
     CHUNK,
@@ -37,6 +29,14 @@ from gradients import (
     ours,
     upstream,
 )
+from torch import Tensor
+
+import deltanet_ext
+import emulated
+from cases import CASES, Case, case_named, name_of, one_thread
+from closeness import assert_close, assert_same_bits, rmse_ratio
+from deltanet_ext import reference
+from deltanet_ext._autograd import SEGMENT_TOKENS
 
 if reason := emulated.why_not():
     pytest.skip(f"emulated CUDA operators: {reason}", allow_module_level=True)
@@ -171,7 +171,7 @@ def test_saved_states_are_few_and_right(form: str, dtype: torch.dtype, poison: N
     assert not saved[:, 1].any()  # no second segment starts
 
 
-# ---- segments of the reverse scan ------------------------------------------------------------------
+# ---- segments of the reverse scan ----------------------------------------------------------------
 
 # Gates that forget would hide what segments hand on.
 SEGMENTED = [

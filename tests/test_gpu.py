@@ -11,13 +11,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import gradients
 import pytest
 import test_backward
 import torch
 from torch import Tensor
 
 import deltanet_ext
-import gradients
 from cases import (
     ALL_CASES,
     Case,

@@ -54,8 +54,8 @@ struct Workspace {
     const int64_t strips = max_chunks(p, kStrip), heads = strips * p.value_heads;
     const int64_t state = state_floats(p.dim_k, p.dim_v), map = state_floats(p.dim_k, p.dim_k);
     segment_strips = choose_segment_strips(p, options);
-    segments = std::max<int64_t>(
-        (p.tokens + segment_strips * kStrip - 1) / (segment_strips * kStrip), 1);
+    segments =
+        std::max<int64_t>((p.tokens + segment_strips * kStrip - 1) / (segment_strips * kStrip), 1);
     const int64_t keys = p.sequences * p.value_heads;
     table = take(chunk_table_bytes(p, kStrip));
     prepared = take<Prepared>(heads * kStripChunks);
@@ -134,7 +134,8 @@ void chunk_backward(const RuleBackwardParams& p, void* workspace, cudaStream_t s
     gradients(p, x, stream);
   }
 
-  // What gradients() leaves: sums over heads where a block had one of them, the tail, sums of gates.
+  // What gradients() leaves: sums over heads where a block had one of them, the tail, sums of
+  // gates.
   const bool split = (p.d_query || p.d_key) && w.plan.heads_of_item < p.value_heads / p.key_heads;
   ReduceArguments sums = {};
   sums.table = table;

@@ -12,8 +12,8 @@
 namespace deltanet::cuda {
 
 struct BackwardOptions {
-  // Strips (strips.cuh) in a segment of the reverse scan; 0: chosen from N, HV, V, T and the device.
-  // Results differ in rounding only.
+  // Strips (strips.cuh) in a segment of the reverse scan; 0: chosen from N, HV, V, T and the
+  // device. Results differ in rounding only.
   int64_t segment_strips = 0;
 };
 

@@ -14,8 +14,8 @@
 // first one needs neither.
 //
 // Work split:  one block = one (segment, sequence, value head, kColumns of V or of W), over all
-//              chunks. Half of the threads multiply K dS, the other half P^T dO; all of them update.
-//              Substitution: one thread per column.
+//              chunks. Half of the threads multiply K dS, the other half P^T dO; all of them
+//              update. Substitution: one thread per column.
 // Numerics:    every sum runs over K, or over the tokens, in one fixed order that does not depend
 //              on kColumns. Where a sequence is cut changes rounding.
 // Memory:      dS stays in shared memory; q, k, dO and what prepare made are read once per V tile.
@@ -43,15 +43,15 @@ struct AdjointArguments {
   float* strip_adjoints;     // [strips, HV] of state_floats: dS behind each; null: not wanted
   // Segments of the longest sequence there can be, and strips in each of them but the last.
   int64_t segments, segment_strips;
-  float* ends;        // [segments - 1, N, HV] of state_floats: U of segment s + 1, then dS behind s
-  float* maps;        // [segments - 2, N, HV, K, K padded]: W of segment s + 1
+  float* ends;  // [segments - 1, N, HV] of state_floats: U of segment s + 1, then dS behind s
+  float* maps;  // [segments - 2, N, HV, K, K padded]: W of segment s + 1
   bool making_maps;
   bool query_quads, key_quads, grad_quads, value_quads, final_quads, initial_quads;
 
   __device__ __forceinline__ float* end_of(const RuleParams& p, int64_t segment, int64_t n,
                                            int64_t head) const {
-    return ends + ((segment * p.sequences + n) * p.value_heads + head) *
-                      state_floats(p.dim_k, p.dim_v);
+    return ends +
+           ((segment * p.sequences + n) * p.value_heads + head) * state_floats(p.dim_k, p.dim_v);
   }
   __device__ __forceinline__ float* map_of(const RuleParams& p, int64_t segment, int64_t n,
                                            int64_t head) const {
@@ -187,8 +187,16 @@ class AdjointBlock {
   }
 
   __device__ __forceinline__ ChunkLoader<kColumns, Traits::kThreads> loader() const {
-    return {p_,    x_.prepared, p_.grad_output, x_.query_quads, x_.key_quads, x_.grad_quads,
-            head_, key_head_,   column_,        with_output_ ? p_.dim_v : 0};
+    return {p_,
+            x_.prepared,
+            p_.grad_output,
+            x_.query_quads,
+            x_.key_quads,
+            x_.grad_quads,
+            head_,
+            key_head_,
+            column_,
+            with_output_ ? p_.dim_v : 0};
   }
 
   // Tokens first to end of the chunk that starts at t.

@@ -63,8 +63,7 @@ __global__ void __launch_bounds__(AdjointScanTraits::kThreads)
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
           if (row + r >= p.dim_k) continue;
-          const float4 w =
-              *reinterpret_cast<const float4*>(W + int64_t(row + r) * map_pitch + m);
+          const float4 w = *reinterpret_cast<const float4*>(W + int64_t(row + r) * map_pitch + m);
 #pragma unroll
           for (int k = 0; k < 4; ++k) add_scaled(sum[r], component(w, k), dS[k]);
         }
@@ -72,8 +71,7 @@ __global__ void __launch_bounds__(AdjointScanTraits::kThreads)
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         *reinterpret_cast<float4*>(before + (row + r) * kColumns + c) = sum[r];
-        if (row + r < p.dim_k && inside)
-          *reinterpret_cast<float4*>(U + r * row_floats) = sum[r];
+        if (row + r < p.dim_k && inside) *reinterpret_cast<float4*>(U + r * row_floats) = sum[r];
       }
     }
     float* const next = behind;

@@ -11,8 +11,8 @@ namespace deltanet::cuda::simt {
 struct AdjointArguments;
 struct GradientArguments;
 
-// dV, the gradient of the initial state, and dS behind every strip: simt_adjoint.cuh. Three launches
-// where sequences are cut into segments.
+// dV, the gradient of the initial state, and dS behind every strip: simt_adjoint.cuh. Three
+// launches where sequences are cut into segments.
 void adjoint(const RuleBackwardParams& p, AdjointArguments x, cudaStream_t stream);
 
 // How gradients() runs: items, slots (without memory), and how many of them. `query`, `key`: sums

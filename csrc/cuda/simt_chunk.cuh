@@ -121,8 +121,8 @@ struct ChunkPlace {
 template <int kColumns, int kThreads>
 struct ChunkLoader {
   const RuleParams& p;
-  const Prepared* prepared;   // [chunks, HV]
-  const View<4>& columns;     // v or dO
+  const Prepared* prepared;  // [chunks, HV]
+  const View<4>& columns;    // v or dO
   bool query_quads, key_quads, column_quads;
   int64_t head, key_head;
   int column, dim_v;

@@ -12,8 +12,8 @@ namespace {
 // Columns of V in a tile. Wider tiles read k, q and what was prepared less often. Two of the states
 // must fit.
 int columns_of(const RuleBackwardParams& p) {
-  const bool wide = p.dim_k <= 128 && p.dim_v > 8 &&
-                    GradientTraits<16>::shared_bytes(p.dim_k) <= shared_memory();
+  const bool wide =
+      p.dim_k <= 128 && p.dim_v > 8 && GradientTraits<16>::shared_bytes(p.dim_k) <= shared_memory();
   return wide ? 16 : 8;
 }
 

@@ -10,11 +10,12 @@
 //
 // Work split:  one block = one (strip, key head), with a loop over the value heads of the key, or
 //              one (strip, value head) where the former would leave processors idle; of those it
-//              takes one after the other. For each tile of V its chunks run forward, for N, and then
-//              in reverse; N and S before each chunk are kept in the block's slot of scratch
+//              takes one after the other. For each tile of V its chunks run forward, for N, and
+//              then in reverse; N and S before each chunk are kept in the block's slot of scratch
 //              memory. A and
 //              B are summed over the tiles in shared memory, the rest of dQ and dK in the slot.
-// Numerics:    every sum has one fixed order, the same for both splits. dg adds what crosses a token
+// Numerics:    every sum has one fixed order, the same for both splits. dg adds what crosses a
+// token
 //              boundary, (22), and never cancels. Rows of k and q are not rescaled: gradients are
 //              those of the normalized rows, times the reciprocal norm, which is what (25) starts
 //              from.
@@ -71,7 +72,7 @@ struct GradientTraits {
     int number, batch, first_head, head, key_head;
     int tile;  // first column of V
   };
-  struct Tile {  // one chunk of one tile of V
+  struct Tile {                   // one chunk of one tile of V
     float N[kChunk][kPitch];      // new values
     float X[kChunk][kPitch];      // diag(e) K S
     float grad[kChunk][kPitch];   // dO
@@ -144,8 +145,9 @@ class GradientBlock {
   __device__ __forceinline__ void run(const Chunk& strip, int number, int head) {
     __syncthreads();  // the strip before has been read
     if (thread_ == 0)
-      shared_.place = {strip, number, p_.device_cu_seqlens ? 0 : strip.sequence, head, head,
-                       int(key_head_of(p_, head)), 0};
+      shared_.place = {strip, number, p_.device_cu_seqlens ? 0 : strip.sequence,
+                       head,  head,   int(key_head_of(p_, head)),
+                       0};
     for (int h = 0; h < x_.heads_of_item; ++h) {
       __syncthreads();  // the head before has been read (first: the place is there)
       if (h > 0 && thread_ == 0) ++shared_.place.head;
@@ -176,7 +178,9 @@ class GradientBlock {
   __device__ __forceinline__ int count_of(int c) const {
     return place().strip.count - c * kChunk < kChunk ? place().strip.count - c * kChunk : kChunk;
   }
-  __device__ __forceinline__ int64_t first_of(int c) const { return place().strip.first + c * kChunk; }
+  __device__ __forceinline__ int64_t first_of(int c) const {
+    return place().strip.first + c * kChunk;
+  }
   __device__ __forceinline__ int64_t prepared_of(int c) const {
     return (int64_t(place().number) * kStripChunks + c) * p_.value_heads + place().head;
   }
@@ -198,12 +202,12 @@ class GradientBlock {
 
   __device__ __forceinline__ void load_rows_of(const View<4>& x, int c, bool quads,
                                                float* to) const {
-    load_rows(x, place().batch, first_of(c), count_of(c), place().key_head, p_.dim_k, quads, to, pitch_,
-              kThreads);
+    load_rows(x, place().batch, first_of(c), count_of(c), place().key_head, p_.dim_k, quads, to,
+              pitch_, kThreads);
   }
   __device__ __forceinline__ void load_tile(const View<4>& x, int c, bool quads, float* to) {
-    load_columns<kColumns, kPitch, kThreads>(x, place().batch, first_of(c), count_of(c), place().head, place().tile,
-                                             p_.dim_v, quads, to);
+    load_columns<kColumns, kPitch, kThreads>(x, place().batch, first_of(c), count_of(c),
+                                             place().head, place().tile, p_.dim_v, quads, to);
   }
 
   // ---- one tile of V
@@ -477,15 +481,17 @@ class GradientBlock {
         const int at = i * p_.dim_k + k;
         if (x_.slots.query) add(d_query + at, f.query[i] * dot(shared_.tile.grad[i], s));
         if (x_.slots.key)
-          add(d_key + at, fmaf(f.update[i], dot(shared_.tile.N[i], d),
-                               -f.key[i] * dot(shared_.tile.Z[i], s)));
+          add(d_key + at,
+              fmaf(f.update[i], dot(shared_.tile.N[i], d), -f.key[i] * dot(shared_.tile.Z[i], s)));
       }
     }
     through = sum_of_lanes<32>(through);
     if (thread_ % 32 == 0)
       shared_.through[c * kChunk + first][thread_ / 32] += f.keep[first] * through;
   }
-  __device__ __forceinline__ void add(float* to, float x) const { *to = place().tile == 0 ? x : *to + x; }
+  __device__ __forceinline__ void add(float* to, float x) const {
+    *to = place().tile == 0 ? x : *to + x;
+  }
 
   // (14)
   __device__ __forceinline__ void update_adjoint(int c, int first, int end) {
@@ -500,14 +506,16 @@ class GradientBlock {
       load_scaled(dS, f.keep[first], sum);
       for (int m = first; m < end; ++m)
         add_outer(*reinterpret_cast<const float4*>(k_ + m * pitch_ + row),
-                  scaled(-f.key[m], *reinterpret_cast<const float4*>(&shared_.tile.Z[m][column])), sum);
+                  scaled(-f.key[m], *reinterpret_cast<const float4*>(&shared_.tile.Z[m][column])),
+                  sum);
       if (p_.grad_output.data)
         for (int m = first; m < end; ++m)
-          add_outer(load_quad(p_.query.data, p_.query.dtype,
-                              q + m * p_.query.stride[1] + row * p_.query.stride[3],
-                              p_.query.stride[3], p_.dim_k - row, x_.query_quads),
-                    scaled(f.query[m], *reinterpret_cast<const float4*>(&shared_.tile.grad[m][column])),
-                    sum);
+          add_outer(
+              load_quad(p_.query.data, p_.query.dtype,
+                        q + m * p_.query.stride[1] + row * p_.query.stride[3], p_.query.stride[3],
+                        p_.dim_k - row, x_.query_quads),
+              scaled(f.query[m], *reinterpret_cast<const float4*>(&shared_.tile.grad[m][column])),
+              sum);
       store_tile(dS, sum);
     }
   }
@@ -549,8 +557,8 @@ class GradientBlock {
     for (int e = thread_; e < kChunk * kChunk; e += kThreads) {
       const int i = e / kChunk, j = e % kChunk;
       shared_.finish.W[i][j] = j < i ? shared_.prepared.P[i][j] * shared_.squares[c][i][j] -
-                                    shared_.prepared.L[i][j] * shared_.squares[c][j][i]
-                              : 0.f;
+                                           shared_.prepared.L[i][j] * shared_.squares[c][j][i]
+                                     : 0.f;
     }
   }
 
@@ -567,7 +575,8 @@ class GradientBlock {
         }
         const auto& x = p_.d_g;
         if (x.data)
-          store_float(x.data, x.dtype, place().batch * x.stride[0] + t * x.stride[1] + place().head * x.stride[2],
+          store_float(x.data, x.dtype,
+                      place().batch * x.stride[0] + t * x.stride[1] + place().head * x.stride[2],
                       float(d));
       }
       if (p_.d_beta.data) {
@@ -575,7 +584,8 @@ class GradientBlock {
         for (int j = 0; j < thread_; ++j)
           d = fmaf(-shared_.finish.gradient.KK[thread_][j], shared_.squares[c][j][thread_], d);
         const auto& x = p_.d_beta;
-        store_float(x.data, x.dtype, place().batch * x.stride[0] + t * x.stride[1] + place().head * x.stride[2],
+        store_float(x.data, x.dtype,
+                    place().batch * x.stride[0] + t * x.stride[1] + place().head * x.stride[2],
                     raw_beta_gradient(p_, place().batch, t, place().head, d));
       }
     }
@@ -652,10 +662,11 @@ class GradientBlock {
       const int64_t t = place().strip.first + i;
       const float* const sums = slot() + i * p_.dim_k;
       if (p_.d_query.data)
-        reduce_row(p_, p_.query, p_.d_query, place().batch, t, place().key_head, sums + x_.slots.query_total, 0,
-                   1);
+        reduce_row(p_, p_.query, p_.d_query, place().batch, t, place().key_head,
+                   sums + x_.slots.query_total, 0, 1);
       if (p_.d_key.data)
-        reduce_row(p_, p_.key, p_.d_key, place().batch, t, place().key_head, sums + x_.slots.key_total, 0, 1);
+        reduce_row(p_, p_.key, p_.d_key, place().batch, t, place().key_head,
+                   sums + x_.slots.key_total, 0, 1);
     }
   }
 
@@ -682,7 +693,8 @@ __global__ void __launch_bounds__(GradientTraits<kColumns>::kThreads,
     if (strip.count > 0) {
       GradientBlock<kColumns>(p, x, memory).run(strip, number, head);
     } else if (x.gate_sums) {
-      for (int i = int(threadIdx.x); i < 2 * x.heads_of_item; i += GradientTraits<kColumns>::kThreads)
+      for (int i = int(threadIdx.x); i < 2 * x.heads_of_item;
+           i += GradientTraits<kColumns>::kThreads)
         x.gate_sums[2 * (number * p.value_heads + head) + i] = 0;
     }
   }

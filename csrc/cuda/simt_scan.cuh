@@ -136,8 +136,8 @@ class ScanBlock {
 
  private:
   __device__ __forceinline__ ChunkLoader<kColumns, Traits::kThreads> loader() const {
-    return {p_,    x_.prepared, p_.value,  x_.query_quads, x_.key_quads, x_.value_quads,
-            head_, key_head_,   column_, p_.dim_v};
+    return {p_,    x_.prepared, p_.value, x_.query_quads, x_.key_quads, x_.value_quads,
+            head_, key_head_,   column_,  p_.dim_v};
   }
 
   // Chunks of tokens `begin` to `end` of sequence s; `before` is called where each of them begins.
