@@ -12,13 +12,12 @@
 //              one (strip, value head) where the former would leave processors idle; of those it
 //              takes one after the other. For each tile of V its chunks run forward, for N, and
 //              then in reverse; N and S before each chunk are kept in the block's slot of scratch
-//              memory. A and
-//              B are summed over the tiles in shared memory, the rest of dQ and dK in the slot.
-// Numerics:    every sum has one fixed order, the same for both splits. dg adds what crosses a
-// token
-//              boundary, (22), and never cancels. Rows of k and q are not rescaled: gradients are
-//              those of the normalized rows, times the reciprocal norm, which is what (25) starts
-//              from.
+//              memory. A and B are summed over the tiles in shared memory, the rest of dQ and dK
+//              in the slot.
+// Numerics:    every sum has one fixed order, the same for both splits. dg adds what crosses from
+//              token to token, (22), and never cancels. Rows of k and q are not rescaled:
+//              gradients are those of the normalized rows, times the reciprocal norm, which is
+//              what (25) starts from.
 // Memory:      reads q, k, v, dO, both states of the strip. Writes dQ and dK, or what reduce_kernel
 //              sums over the value heads.
 // Edges:       as in simt_scan.cuh; what lies outside of a piece is never read.
@@ -55,7 +54,7 @@ struct GradientArguments {
 
 template <int kColumns_>
 struct GradientTraits {
-  static_assert(kColumns_ == 16 || kColumns_ == 8 || kColumns_ == 4, "whole quads");
+  static_assert(kColumns_ == 16 || kColumns_ == 8, "threads share a row by eight");
   static constexpr int kColumns = kColumns_;
   static constexpr int kThreads = 128, kWarps = kThreads / 32;
   static constexpr int kMinBlocks = 3;  // 168 registers: none is spilled
