@@ -106,7 +106,7 @@ __device__ __forceinline__ void reduce_gates(const RuleBackwardParams& p, const 
   if (to.data) store_float(to.data, to.dtype, head * to.stride[0], float(sum));
 }
 
-__global__ void __launch_bounds__(kReduceThreads)
+__global__ void __launch_bounds__(kReduceThreads, 4)
     reduce_kernel(const __grid_constant__ RuleBackwardParams p,
                   const __grid_constant__ ReduceArguments x) {
   if (blockIdx.x < x.row_blocks)
