@@ -54,14 +54,19 @@ def runtime() -> ctypes.CDLL:
 
 
 @functools.cache
+def library() -> ctypes.CDLL:
+    """The operators' library, built."""
+    runtime()
+    return ctypes.CDLL(str(build.operators()))
+
+
+@functools.cache
 def load() -> Any:
     """The operators, as `torch.ops.deltanet_ext_emulated`. They follow deltanet_ext's switches."""
     from deltanet_ext import _autograd, _layer_autograd, _settings
 
-    runtime()
-    library = str(build.operators())
-    torch.ops.load_library(library)
-    _settings._listeners.append(ctypes.CDLL(library).ptx_emulated_operators_set)
+    torch.ops.load_library(library()._name)
+    _settings._listeners.append(library().ptx_emulated_operators_set)
     _settings._tell()
     _autograd.register(NAMESPACE)
     _layer_autograd.register(NAMESPACE)
@@ -127,6 +132,18 @@ def schedule(seed: int) -> Iterator[None]:
         yield
     finally:
         runtime().ptx_emulator_set_seed(0)
+
+
+@contextmanager
+def segment_strips(strips: int) -> Iterator[None]:
+    """Inside, the reverse scan of backward passes cuts sequences every `strips` strips."""
+    set_strips = library().ptx_emulated_operators_set_segment_strips
+    set_strips.argtypes = [ctypes.c_longlong]
+    set_strips(strips)
+    try:
+        yield
+    finally:
+        set_strips(0)
 
 
 class Graph:

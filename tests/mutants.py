@@ -41,7 +41,8 @@ class Mutant(NamedTuple):
 
     @property
     def test_file(self) -> str:
-        name = "backward" if self.file in (ADJOINT, GRADIENTS, REDUCE) else "emulated"
+        backward = self.file in (ADJOINT, ADJOINT_SCAN, GRADIENTS, REDUCE, REDUCE_ROW)
+        name = "backward" if backward else "emulated"
         name = "causal_conv1d" if self.file in (CONV, CONV_FORWARD, CONV_BACKWARD, SILU) else name
         name = "gated_rms_norm" if self.file in (NORM, NORM_BACKWARD, SUMS) else name
         return f"tests/test_cuda_{name}.py"
@@ -52,7 +53,8 @@ RECURRENT, TABLE = "csrc/cuda/recurrent_forward.cuh", "csrc/cuda/chunk_table.cu"
 LOAD, PARAMS = "csrc/cuda/load.cuh", "csrc/cuda/rule_params.cuh"
 OPERATOR = "csrc/ops/gated_delta_rule_cuda.cpp"
 ADJOINT, GRADIENTS = "csrc/cuda/simt_adjoint.cuh", "csrc/cuda/simt_gradients.cuh"
-REDUCE = "csrc/cuda/simt_reduce.cuh"
+REDUCE, REDUCE_ROW = "csrc/cuda/simt_reduce.cuh", "csrc/cuda/reduce_row.cuh"
+ADJOINT_SCAN = "csrc/cuda/simt_adjoint_scan.cuh"
 CONV, CONV_FORWARD = "csrc/cuda/causal_conv1d.cuh", "csrc/cuda/causal_conv1d.cu"
 CONV_BACKWARD, SILU = "csrc/cuda/causal_conv1d_backward.cu", "csrc/cuda/silu.cuh"
 NORM, NORM_BACKWARD = "csrc/cuda/gated_rms_norm.cuh", "csrc/cuda/gated_rms_norm_backward.cu"
@@ -103,23 +105,37 @@ MUTANTS = [
     # The backward pass.
     Mutant("Z reads earlier rows", ADJOINT, "sum = fmaf(-f.L[j][i], z[j], sum);",
            "sum = fmaf(-f.L[i][j], z[j], sum);"),
-    Mutant("dS without the strip's end", ADJOINT, "i == used - 1 || unsigned(i)", "unsigned(i)"),
+    Mutant("dS without the strip's end", ADJOINT, "i == end - 1 || unsigned(i)", "unsigned(i)"),
+    Mutant("the last segment starts from zero", ADJOINT, "else if (at_end)\n", "else if (false)\n"),
+    Mutant("the map reads dO", ADJOINT, "with_output_(p.grad_output.data && !of_map_)",
+           "with_output_(p.grad_output.data)"),
+    Mutant("segments without what comes from behind", ADJOINT_SCAN,
+           "add_scaled(sum[r], component(w, k), dS[k])", "add_scaled(sum[r], 0.f, dS[k])"),
+    Mutant("the map is transposed", ADJOINT_SCAN, "add_scaled(sum[r], component(w, k), dS[k])",
+           "add_scaled(sum[r], m + k < p.dim_k ? W[(m + k) * map_pitch + row + r] : 0.f, dS[k])"),
+    Mutant("one state for both segments", ADJOINT_SCAN,
+           "float* before = behind + padded_rows(p.dim_k) * kColumns;", "float* before = behind;"),
     Mutant("dg with token t's own future", GRADIENTS,
            "for (int j = first; j < t; ++j) {\n      sum +=",
            "for (int j = first; j <= t; ++j) {\n      sum +="),
     Mutant("dg without what passes through", GRADIENTS,
            "sum += shared_.through[c * kChunk + first][w];", "sum += 0.f;"),
-    Mutant("dbeta divided by beta", GRADIENTS, "-shared_.gradient.KK[thread_][j]",
+    Mutant("dbeta divided by beta", GRADIENTS, "-shared_.finish.gradient.KK[thread_][j]",
            "-shared_.prepared.L[thread_][j] / shared_.prepared.value[thread_]"),
     Mutant("X without its transpose", GRADIENTS,
-           "shared_.ZN[c][i][j] = shared_.ZN[c][j][i] = x;", "shared_.ZN[c][i][j] = x;"),
-    Mutant("states made again one piece short", GRADIENTS, "first < until; first =",
-           "shared_.prepared.end[first] < until; first ="),
+           "fmaf(j < i ? up : down, keys[j], of_key)", "fmaf(j < i ? up : 0.f, keys[j], of_key)"),
+    Mutant("dQ of one value head", GRADIENTS, "? *to + x : x;", "? x : x;"),
+    Mutant("S of the chunk before", GRADIENTS, "from = slot() + (c - 1)",
+           "from = slot() + (c - 1) / 2"),
+    Mutant("states made again one piece short", GRADIENTS, "for (int i = 0; i < first; i =",
+           "for (int i = 0; shared_.prepared.end[i] < first; i ="),
     Mutant("no barrier before dN is read", GRADIENTS,
            "    __syncthreads();  // dN is complete\n", ""),
-    Mutant("only one value head of a key", REDUCE, "for (int h = 0; h < group; ++h) d[i]",
-           "for (int h = 0; h < 1; ++h) d[i]"),
-    Mutant("the norm is a constant", REDUCE, "fmaf(-row[i], factor, d[i])", "d[i]"),
+    Mutant("only one value head of a key", REDUCE_ROW, "for (int h = 0; h < group; ++h) d",
+           "for (int h = 0; h < 1; ++h) d"),
+    Mutant("the norm is a constant", REDUCE_ROW, "d = fmaf(-row_at(k), factor, d)", "d = d + 0.f"),
+    Mutant("sums of gates of the wrong head", REDUCE,
+           "reduce_gates(p, x, blockIdx.x - x.row_blocks)", "reduce_gates(p, x, blockIdx.x)"),
     # The convolution.
     Mutant("taps reach into the sequence before", CONV, "{clamp_to(t - span.begin, past),",
            "{clamp_to(t, past),"),

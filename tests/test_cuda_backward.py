@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from test_backward import (
+from gradients import (
     ABSOLUTE_FLOOR,
     CHUNK,
     FP32_FLOOR,
     GATES,
     NAMES,
-    RECURRENT,
-    Gradients,
     backward,
     by_recurrence,
     judge,
     judge_fp32,
+    judge_gates,
+    judge_packed,
     leaves,
     ours,
     upstream,
@@ -43,6 +43,7 @@ if reason := emulated.why_not():
 
 pytestmark = pytest.mark.slow  # the first run compiles for minutes
 
+RECURRENT = deltanet_ext.recurrent_gated_delta_rule
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 OPERATOR = "chunk_gated_delta_rule_backward"
 # Half of what flash-linear-attention allows itself, for dg and dbeta and for the rest. Rounding a
@@ -84,7 +85,12 @@ LISTED = (
     "norm 2 keys, beta 1, g zero, T=16",
 )  # fmt: skip
 ALL = {case.name: case for group in CASES.values() for case in group}
-SELECTED = [*(ALL[name] for name in LISTED), *CASES["packed"]]
+STRIPS_LONG = [
+    Case("two strips", T=200, HK=2, HV=4, K=20, V=24, state=FP32),
+    Case("strips, g none", T=353, HV=1, K=9, V=20, g="none", state=FP32),
+    Case("strips, g positive", T=360, HV=2, K=12, V=8, g="positive", raw_beta=True, state=FP32),
+]
+SELECTED = [*(ALL[name] for name in LISTED), *STRIPS_LONG, *CASES["packed"]]
 
 
 @pytest.mark.parametrize("case", SELECTED, ids=str)
@@ -117,37 +123,17 @@ NARROW_CASES = [
 def test_narrow_inputs(case: Case, dtype: torch.dtype, poison: None) -> None:
     with emulated.schedule(seed_of(f"{case} {dtype}")):
         got = ours(case, dtype)
-    for name, exact in by_recurrence(case, dtype, torch.float64).items():
-        if exact is None:
-            continue
-        bound = NARROW_GATES if name in ("g", "beta") else NARROW
-        assert got[name].dtype == case.inputs(dtype)[name].dtype
-        assert rmse_ratio(got[name], exact) <= bound, name
+    args = case.inputs(dtype)
+    for name, x in got.items():
+        assert x is None or x.dtype == args[name].dtype
+    bounds = {"g": NARROW_GATES, "beta": NARROW_GATES, "else": NARROW, "narrow": NARROW}
+    judge(got, by_recurrence(case, dtype, torch.float64), None, bounds)
 
 
 @pytest.mark.parametrize("beta", ["sigmoid", "0"])
 @pytest.mark.parametrize("gate", GATES)
 def test_gates(gate: str, beta: str) -> None:
-    """dg keeps its relative accuracy, token by token, however strong the gates."""
-    case = Case(f"gates {gate}", T=75, HV=2, K=24, V=24, beta=beta, state=FP32)
-    args = case.inputs()
-    noise = torch.randn(args["g"].shape, generator=torch.Generator().manual_seed(3))
-    args["g"] = GATES[gate](noise).float()
-
-    def by(dtype: torch.dtype) -> Gradients:
-        def function(**x: Any) -> Any:
-            return reference.recurrent(**x, dtype=dtype)
-
-        with one_thread():
-            return backward(function, leaves(args, dtype), *upstream(case, FP32))
-
-    want, base = by(torch.float64), by(FP32)
-    got = backward(CHUNK, leaves(args), *upstream(case, FP32))
-    judge(got, want, base, {"else": FP32_FLOOR})
-    strong = args["g"] < -4
-    if strong.any():
-        pick = {"g": want["g"][strong]}
-        judge({"g": got["g"][strong]}, pick, {"g": base["g"][strong]}, {"else": FP32_FLOOR})
+    judge_gates(gate, beta)
 
 
 # ---- saved states --------------------------------------------------------------------------------
@@ -183,6 +169,76 @@ def test_saved_states_are_few_and_right(form: str, dtype: torch.dtype, poison: N
     with one_thread():
         assert_close(saved[:, 0], reference.recurrent(**first, dtype=torch.float64)[1], 1e-5)
     assert not saved[:, 1].any()  # no second segment starts
+
+
+# ---- segments of the reverse scan ----------------------------------------------------------------
+
+# Gates that forget would hide what segments hand on.
+SEGMENTED = [
+    Case("segments, g zero", T=720, HV=1, K=8, V=12, g="zero", state=FP32),
+    Case("segments, g model", T=410, B=2, HK=1, HV=2, K=20, V=36, state=FP32),
+    Case("segments, g positive", T=400, HV=1, K=9, V=7, g="positive", raw_beta=True, state=FP32),
+    Case("segments, strong keys", T=720, HV=1, K=8, V=8, g="zero", beta="1.999", state=FP32,
+         keys="correlated"),
+    Case("segments, wide", T=390, HV=1, K=132, V=20, g="zero", state=FP32),
+    Case("segments, state V first", T=400, HV=2, K=6, V=10, g="zero", state=FP32,
+         state_v_first=True),
+    Case("segments, packed", T=760, HK=1, HV=2, K=8, V=12, g="zero", state=FP32,
+         cu=(0, 17, 17, 577, 740)),
+    Case("segments, packed, long ones", T=740, HV=1, K=8, V=12, g="zero", state=FP32,
+         cu=(0, 0, 176, 740)),
+]  # fmt: skip
+STRIPS = pytest.mark.parametrize("strips", [1, 2])
+
+
+@STRIPS
+@pytest.mark.parametrize("case", SEGMENTED, ids=str)
+def test_segments(case: Case, strips: int, poison: None) -> None:
+    with emulated.schedule(seed_of(case.name)), emulated.segment_strips(strips):
+        judge_fp32(case)
+
+
+@pytest.mark.parametrize("uses", ["output", "state"])
+def test_segments_whichever_result_is_used(uses: str, poison: None) -> None:
+    with emulated.segment_strips(1):
+        judge_fp32(SEGMENTED[0], uses=uses)
+
+
+def test_segments_of_narrow_inputs(poison: None) -> None:
+    case = SEGMENTED[1]
+    with emulated.segment_strips(1):
+        got = ours(case, BF16)
+    bounds = {"g": NARROW_GATES, "beta": NARROW_GATES, "else": NARROW, "narrow": NARROW}
+    judge(got, by_recurrence(case, BF16, torch.float64), None, bounds)
+
+
+def test_long_sequences_are_cut_and_batch_invariant_calls_are_not(poison: None) -> None:
+    """The latter have the bits of whole sequences, alone and packed. The emulated device has four
+    processors: this block alone leaves enough of them idle."""
+    case = Case("long", T=LONG, HV=1, K=8, V=12, g="zero", state=FP32)
+    cut = ours(case)
+    with emulated.segment_strips(2):
+        assert_same_bits(ours(case)["initial_state"], cut["initial_state"])
+    with deltanet_ext.batch_invariant(True):
+        whole = ours(case)
+        judge_packed(
+            Case("long", T=900, HV=1, K=8, V=12, g="zero", cu=(0, 10, 10, 820, 890), state=FP32)
+        )
+    assert not torch.equal(cut["initial_state"], whole["initial_state"])
+    for name, x in whole.items():
+        if x is not None:
+            assert rmse_ratio(cut[name], x) < FP32_FLOOR, name
+
+
+def test_every_schedule_gives_the_same_bits_with_segments() -> None:
+    with emulated.segment_strips(1):
+        want = ours(SEGMENTED[6])
+        for seed in (1, 2):
+            with emulated.schedule(seed):
+                got = ours(SEGMENTED[6])
+            for name, x in want.items():
+                if x is not None:
+                    assert_same_bits(got[name], x, f"d{name}, seed {seed}")
 
 
 # ---- views ---------------------------------------------------------------------------------------
@@ -223,7 +279,7 @@ def test_one_tensor_in_two_places() -> None:
 
 # ---- bit for bit ---------------------------------------------------------------------------------
 
-BITS = Case("bits", B=2, T=110, HK=1, HV=3, K=40, V=24, g="positive", raw_beta=True, state=FP32)
+BITS = Case("bits", B=2, T=200, HK=1, HV=3, K=40, V=24, g="positive", raw_beta=True, state=FP32)
 
 
 def test_every_schedule_gives_the_same_bits() -> None:
@@ -233,6 +289,18 @@ def test_every_schedule_gives_the_same_bits() -> None:
             got = ours(BITS)
         for name, x in want.items():
             assert_same_bits(got[name], x, f"d{name}, seed {seed}")
+
+
+def test_blocks_for_one_head_and_for_all_of_a_key_give_the_same_bits() -> None:
+    """A batch of eight has blocks enough for the latter, and more strips than run at once."""
+    case = Case("heads", B=8, T=200, HK=1, HV=3, K=20, V=12, raw_gate=True, state=FP32)
+    args, (d_out, d_state) = case.inputs(), upstream(case, FP32)
+    got = backward(CHUNK, leaves(args), d_out, d_state)
+    for n in (0, 7):
+        one = {k: x[n : n + 1] if k in NAMES[:6] else x for k, x in args.items()}
+        want = backward(CHUNK, leaves(one), d_out[n : n + 1], d_state[n : n + 1])
+        for name in NAMES[:6]:
+            assert_same_bits(got[name][n : n + 1], want[name], f"d{name}, sequence {n}")
 
 
 def test_no_state_is_the_zero_state() -> None:
@@ -246,22 +314,9 @@ def test_no_state_is_the_zero_state() -> None:
 
 
 def test_packed_sequences_are_as_if_alone(poison: None) -> None:
-    case = Case("packed grads", T=130, HV=3, K=20, V=24, cu=(0, 17, 17, 50, 120), state=FP32)
-    args, (d_out, d_state) = case.inputs(), upstream(case, FP32)
-    got = backward(CHUNK, leaves(args), d_out, d_state)
-    assert case.cu is not None
-    for n, (begin, end) in enumerate(zip(case.cu, case.cu[1:], strict=False)):
-        tokens = slice(begin, end)
-        alone = {k: x[:, tokens] if k in NAMES[:5] else x for k, x in args.items()}
-        alone["initial_state"] = args["initial_state"][n : n + 1]
-        del alone["cu_seqlens"]
-        want = backward(CHUNK, leaves(alone), d_out[:, tokens], d_state[n : n + 1])
-        for k, x in want.items():
-            part = got[k][n : n + 1] if k == "initial_state" else got[k][:, tokens]
-            assert_same_bits(part, x, k)
-    for k in NAMES[:5]:
-        assert not got[k][:, case.cu[-1] :].any()
-    assert_same_bits(got["initial_state"][1:2], d_state[1:2])  # the empty sequence
+    judge_packed(
+        Case("packed grads", T=430, HV=3, K=20, V=24, cu=(0, 17, 17, 250, 400), state=FP32)
+    )
 
 
 @pytest.mark.parametrize("needed", NAMES)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import gradients
 import pytest
 import test_backward
 import test_causal_conv1d as conv
@@ -204,32 +205,32 @@ def test_gated_norm(shape: tuple[int, ...], dtype: torch.dtype, poison: None) ->
 
 def gradients_on_gpu(
     function: Callable[..., Any], case: Case, dtype: torch.dtype
-) -> test_backward.Gradients:
+) -> gradients.Gradients:
     """Arguments from the CPU, gradients on the CPU."""
-    args = test_backward.leaves(moved(case.inputs(dtype)))
-    arriving = (x.to(DEVICE) for x in test_backward.upstream(case, dtype))
-    found = test_backward.backward(function, args, *arriving)
+    args = gradients.leaves(moved(case.inputs(dtype)))
+    arriving = (x.to(DEVICE) for x in gradients.upstream(case, dtype))
+    found = gradients.backward(function, args, *arriving)
     return {n: None if x is None else x.cpu() for n, x in found.items()}
 
 
 @pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=name_of)
 @pytest.mark.parametrize("case", test_backward.ORDINARY, ids=str)
 def test_gradients(case: Case, dtype: torch.dtype, poison: None) -> None:
-    want = test_backward.by_recurrence(case, dtype, torch.float64)
-    base = test_backward.by_recurrence(case, dtype, torch.float32)
+    want = gradients.by_recurrence(case, dtype, torch.float64)
+    base = gradients.by_recurrence(case, dtype, torch.float32)
     narrow = {"g": 5e-3, "beta": 5e-3, "else": 2e-3}
-    bounds = {"else": test_backward.FP32_FLOOR} if dtype == torch.float32 else narrow
+    bounds = {"else": gradients.FP32_FLOOR} if dtype == torch.float32 else narrow
     for function in FUNCTIONS:
         got = gradients_on_gpu(function, case, dtype)
-        test_backward.judge(got, want, base, bounds, case.amplifies)
+        gradients.judge(got, want, base, bounds, case.amplifies)
 
 
 @pytest.mark.parametrize("case", test_backward.STRESS, ids=str)
 def test_gradients_under_stress(case: Case) -> None:
-    want = test_backward.by_recurrence(case, torch.float32, torch.float64)
-    base = test_backward.by_recurrence(case, torch.float32, torch.float32)
+    want = gradients.by_recurrence(case, torch.float32, torch.float64)
+    base = gradients.by_recurrence(case, torch.float32, torch.float32)
     got = gradients_on_gpu(CHUNK, case, torch.float32)
-    test_backward.judge(got, want, base, {"else": test_backward.FP32_FLOOR}, case.amplifies)
+    gradients.judge(got, want, base, {"else": gradients.FP32_FLOOR}, case.amplifies)
 
 
 @pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=name_of)
@@ -237,11 +238,11 @@ def test_gradients_under_stress(case: Case) -> None:
 def test_gradients_of_long_sequences(cu: tuple[int, ...] | None, dtype: torch.dtype) -> None:
     """From saved states, twice with the same bits, and one gradient alone as among all."""
     case = Case("long grads", T=2300, HV=2, K=128, V=128, cu=cu, state=torch.float32)
-    want = test_backward.by_recurrence(case, dtype, torch.float64)
+    want = gradients.by_recurrence(case, dtype, torch.float64)
     got = gradients_on_gpu(CHUNK, case, dtype)
     narrow = {"g": 5e-3, "beta": 5e-3, "else": 2e-3}
-    bounds = {"else": test_backward.FP32_FLOOR} if dtype == torch.float32 else narrow
-    test_backward.judge(got, want, None, bounds)
+    bounds = {"else": gradients.FP32_FLOOR} if dtype == torch.float32 else narrow
+    gradients.judge(got, want, None, bounds)
     again = gradients_on_gpu(CHUNK, case, dtype)
     for name, x in got.items():
         if x is not None:
@@ -250,7 +251,7 @@ def test_gradients_of_long_sequences(cu: tuple[int, ...] | None, dtype: torch.dt
 
 @needs_gpu
 def test_no_backward_pass_waits_for_the_gpu() -> None:
-    args = test_backward.leaves(moved(SHAPES[2].inputs(torch.bfloat16)))
+    args = gradients.leaves(moved(SHAPES[2].inputs(torch.bfloat16)))
     torch.cuda.set_sync_debug_mode("error")
     try:
         for function in FUNCTIONS:
@@ -262,7 +263,7 @@ def test_no_backward_pass_waits_for_the_gpu() -> None:
 @needs_gpu
 def test_a_captured_backward_pass_replays() -> None:
     """As torch.cuda.make_graphed_callables does, with other gradients arriving at each replay."""
-    args = test_backward.leaves(moved(SHAPES[2].inputs(torch.bfloat16)))
+    args = gradients.leaves(moved(SHAPES[2].inputs(torch.bfloat16)))
     value = args["value"]
     arriving = torch.ones_like(value)
 

@@ -11,12 +11,19 @@
 
 namespace deltanet::cuda {
 
+struct BackwardOptions {
+  // Strips (strips.cuh) in a segment of the reverse scan; 0: chosen from N, HV, V, T and the
+  // device. Results differ in rounding only.
+  int64_t segment_strips = 0;
+};
+
 // Bytes of device memory that chunk_backward needs for this call, a multiple of 256. It depends on
 // shapes and on which gradients are wanted.
-size_t chunk_backward_workspace(const RuleBackwardParams& p);
+size_t chunk_backward_workspace(const RuleBackwardParams& p, const BackwardOptions& options = {});
 
 // Equations (9) to (28). workspace: 256-byte aligned, contents undefined before and after. At most
-// seven launches.
-void chunk_backward(const RuleBackwardParams& p, void* workspace, cudaStream_t stream);
+// eight launches.
+void chunk_backward(const RuleBackwardParams& p, void* workspace, cudaStream_t stream,
+                    const BackwardOptions& options = {});
 
 }  // namespace deltanet::cuda

@@ -110,4 +110,34 @@ __device__ __forceinline__ void load_prepared(const T* from, T& to) {
     reinterpret_cast<float4*>(&to)[e] = reinterpret_cast<const float4*>(from)[e];
 }
 
+// A chunk as the scans of both passes read it: where it lies, and the number of what was prepared.
+struct ChunkPlace {
+  int64_t batch, first;
+  int count;
+  int64_t number;
+};
+
+// Rows of k and (where `q`) of q, kColumns columns of v or dO, and what was prepared.
+template <int kColumns, int kThreads>
+struct ChunkLoader {
+  const RuleParams& p;
+  const Prepared* prepared;  // [chunks, HV]
+  const View<4>& columns;    // v or dO
+  bool query_quads, key_quads, column_quads;
+  int64_t head, key_head;
+  int column, dim_v;
+
+  __device__ __forceinline__ void load(const ChunkPlace& at, float* k, float* q, int pitch,
+                                       float* to, Prepared& to_prepared) const {
+    load_rows(p.key, at.batch, at.first, at.count, key_head, p.dim_k, key_quads, k, pitch,
+              kThreads);
+    if (q)
+      load_rows(p.query, at.batch, at.first, at.count, key_head, p.dim_k, query_quads, q, pitch,
+                kThreads);
+    load_columns<kColumns, kColumns, kThreads>(columns, at.batch, at.first, at.count, head, column,
+                                               dim_v, column_quads, to);
+    load_prepared<kThreads>(prepared + at.number * p.value_heads + head, to_prepared);
+  }
+};
+
 }  // namespace deltanet::cuda::simt

@@ -93,8 +93,7 @@ void prepare_strips(const RuleParams& p, const ChunkTable& strips, Prepared* pre
 }
 
 void scan_segments(const RuleParams& p, const ChunkTable& strips, const Prepared* prepared,
-                   const View<4>& saved_states, const MutableView<4>& strip_states,
-                   cudaStream_t stream) {
+                   const View<4>& saved_states, float* strip_states, cudaStream_t stream) {
   RuleParams states = p;
   states.query = {};
   states.output = {};

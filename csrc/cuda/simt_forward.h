@@ -26,9 +26,9 @@ void forward(const RuleParams& p, void* workspace, cudaStream_t stream);
 // (strips.cuh), prepared: [strips * kStripChunks, HV].
 void prepare_strips(const RuleParams& p, const ChunkTable& strips, Prepared* prepared,
                     PreparedGradient* gradient, cudaStream_t stream);
-// The state before every strip, [strips, HV, K, V], from what the forward pass saved.
+// The state before every strip, [strips, HV] of state_floats (simt_state.cuh), from what the
+// forward pass saved.
 void scan_segments(const RuleParams& p, const ChunkTable& strips, const Prepared* prepared,
-                   const View<4>& saved_states, const MutableView<4>& strip_states,
-                   cudaStream_t stream);
+                   const View<4>& saved_states, float* strip_states, cudaStream_t stream);
 
 }  // namespace deltanet::cuda::simt

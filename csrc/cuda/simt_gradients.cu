@@ -1,33 +1,53 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/simt_gradients.cuh"
 
+#include <algorithm>
+
 #include "cuda/launch.cuh"
 #include "cuda/simt_backward.h"
 
 namespace deltanet::cuda::simt {
 namespace {
 
+// Columns of V in a tile. Wider tiles read k, q and what was prepared less often. Two of the states
+// must fit.
+int columns_of(const RuleBackwardParams& p) {
+  const bool wide =
+      p.dim_k <= 128 && p.dim_v > 8 && GradientTraits<16>::shared_bytes(p.dim_k) <= shared_memory();
+  return wide ? 16 : 8;
+}
+
 template <int kColumns>
 void run(const RuleBackwardParams& p, const GradientArguments& x, cudaStream_t stream) {
   using Traits = GradientTraits<kColumns>;
-  launch("chunk_gradients", gradient_kernel<kColumns>, max_chunks(p, kStrip) * p.value_heads,
-         Traits::kThreads, Traits::shared_bytes(p.dim_k), stream, p, x);
+  launch("chunk_gradients", gradient_kernel<kColumns>, x.blocks, Traits::kThreads,
+         Traits::shared_bytes(p.dim_k), stream, p, x);
 }
 
 }  // namespace
+
+// Bits do not depend on it.
+GradientArguments plan_gradients(const RuleBackwardParams& p, bool query, bool key) {
+  const int64_t strips = max_chunks(p, kStrip), group = p.value_heads / p.key_heads;
+  const int64_t at_once = processors() * GradientTraits<16>::kMinBlocks;
+  // A block for all value heads of a key needs no sums in memory. Not where half of the blocks that
+  // the device holds would be missing.
+  const bool together = group == 1 || 2 * strips * p.key_heads >= at_once;
+  GradientArguments x = {};
+  x.heads_of_item = int(together ? group : 1);
+  x.items = strips * p.value_heads / x.heads_of_item;
+  x.blocks = together ? std::min(x.items, at_once) : x.items;
+  x.slots = GradientSlots(p.dim_k, columns_of(p), query, key, /*with_totals=*/x.heads_of_item > 1);
+  return x;
+}
 
 void gradients(const RuleBackwardParams& p, GradientArguments x, cudaStream_t stream) {
   x.query_quads = quads_along(p.query, 3);
   x.key_quads = quads_along(p.key, 3);
   x.value_quads = quads_along(p.value, 3);
   x.grad_quads = quads_along(p.grad_output, 3);
-  // Wider tiles read k, q and what was prepared less often. Two of the states must fit.
-  const int64_t shared = shared_memory();
-  if (p.dim_k <= 128 && p.dim_v > 8 && GradientTraits<16>::shared_bytes(p.dim_k) <= shared)
-    return run<16>(p, x, stream);
-  if (p.dim_v > 4 && GradientTraits<8>::shared_bytes(p.dim_k) <= shared)
-    return run<8>(p, x, stream);
-  run<4>(p, x, stream);
+  if (columns_of(p) == 16) return run<16>(p, x, stream);
+  run<8>(p, x, stream);
 }
 
 }  // namespace deltanet::cuda::simt

@@ -7,17 +7,20 @@
 //   normalized d_row <- d_row - row r^2 (row . d_row)                  (25) dA_log = sum_t dg g, d
 //   dt_bias = sum_t da
 //
-// Work split:  reduce_rows_kernel: one block = one (strip, key head), a warp for a token. Blocks of
-//              strips that the table has too many clear the tail of a packed call.
-//              reduce_gates_kernel: one block = one value head.
-// Memory:      reads the sums of gradient_kernel once, and q and k; writes dQ and dK once.
+// Work split:  first one block = one (strip, key head), a warp for a token. Blocks of strips that
+//              the table has too many clear the tail of a packed call. Then one block = one value
+//              head, for the sums over gates.
+// Memory:      reads the sums of gradient_kernel once, and q and k; writes dQ and dK once, unless
+//              gradient_kernel did.
 #pragma once
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
 #include "cuda/chunk_table.cuh"
+#include "cuda/gradient_slots.cuh"
 #include "cuda/load.cuh"
+#include "cuda/reduce_row.cuh"
 #include "cuda/rule_params.cuh"
 #include "cuda/simt_chunk.cuh"
 #include "cuda/strips.cuh"
@@ -25,46 +28,14 @@
 namespace deltanet::cuda::simt {
 
 struct ReduceArguments {
-  ChunkTable table;              // of strips
-  const float *d_query, *d_key;  // [B * T, HV, K], of gradient_kernel
-  const double* gate_sums;       // [strips, HV, 2]
+  ChunkTable table;  // of strips
   int64_t strips;
+  int64_t row_blocks;       // strips * HK, or 0: nothing to do for rows
+  GradientSlots slots;      // one for each (strip, value head); no data: dQ and dK are written
+  const double* gate_sums;  // [strips, HV, 2]  null: not wanted
 };
 
 constexpr int kReduceThreads = 128;
-
-// One row of q or k by one warp. `sums`: of the first of `group` value heads.
-__device__ __forceinline__ void reduce_row(const RuleParams& p, const View<4>& x,
-                                           const MutableView<4>& to, int64_t batch, int64_t t,
-                                           int64_t key_head, const float* sums, int group) {
-  constexpr int kMost = kMaxHeadDim / 32;
-  const int lane = int(threadIdx.x) % 32;
-  const int64_t from = batch * x.stride[0] + t * x.stride[1] + key_head * x.stride[2];
-  float d[kMost], row[kMost], squares = 0.f, along = 0.f;
-#pragma unroll
-  for (int i = 0; i < kMost; ++i) {
-    const int k = lane + 32 * i;
-    d[i] = row[i] = 0.f;
-    if (k >= p.dim_k) continue;
-    for (int h = 0; h < group; ++h) d[i] += sums[h * p.dim_k + k];
-    if (!p.l2norm) continue;
-    row[i] = load_float(x.data, x.dtype, from + k * x.stride[3]);
-    squares = fmaf(row[i], row[i], squares);
-    along = fmaf(row[i], d[i], along);
-  }
-  float factor = 0.f;
-  if (p.l2norm) {
-    const float r = reciprocal_norm(sum_of_lanes<32>(squares));
-    factor = r * (r * sum_of_lanes<32>(along));
-  }
-  const int64_t at = batch * to.stride[0] + t * to.stride[1] + key_head * to.stride[2];
-#pragma unroll
-  for (int i = 0; i < kMost; ++i) {
-    const int k = lane + 32 * i;
-    if (k < p.dim_k)
-      store_float(to.data, to.dtype, at + k * to.stride[3], fmaf(-row[i], factor, d[i]));
-  }
-}
 
 // Zeros for one token and head, by one warp.
 __device__ __forceinline__ void clear_row(const MutableView<4>& to, int64_t t, int64_t head,
@@ -78,9 +49,7 @@ __device__ __forceinline__ void clear_number(const MutableView<3>& to, int64_t t
     store_float(to.data, to.dtype, t * to.stride[1] + head * to.stride[2], 0.f);
 }
 
-__global__ void __launch_bounds__(kReduceThreads)
-    reduce_rows_kernel(const __grid_constant__ RuleBackwardParams p,
-                       const __grid_constant__ ReduceArguments x) {
+__device__ __forceinline__ void reduce_rows(const RuleBackwardParams& p, const ReduceArguments& x) {
   constexpr int kWarps = kReduceThreads / 32;
   const int64_t number = blockIdx.x / unsigned(p.key_heads);
   const int64_t key_head = blockIdx.x % unsigned(p.key_heads);
@@ -89,13 +58,18 @@ __global__ void __launch_bounds__(kReduceThreads)
   const int warp = int(threadIdx.x) / 32;
   const Chunk strip = chunk_at(p, x.table, number);
   if (strip.count > 0) {
+    if (!x.slots.data) return;
     const int64_t batch = p.device_cu_seqlens ? 0 : strip.sequence;
+    const float* const slot = x.slots.data + (number * p.value_heads + head) * x.slots.floats;
     for (int i = warp; i < strip.count; i += kWarps) {
       const int64_t t = strip.first + i;
-      const int64_t at = ((batch * p.tokens + t) * p.value_heads + head) * p.dim_k;
+      const float* const sums = slot + i * p.dim_k;
       if (p.d_query.data)
-        reduce_row(p, p.query, p.d_query, batch, t, key_head, x.d_query + at, group);
-      if (p.d_key.data) reduce_row(p, p.key, p.d_key, batch, t, key_head, x.d_key + at, group);
+        reduce_row(p, p.query, p.d_query, batch, t, key_head, sums + x.slots.d_query,
+                   x.slots.floats, group);
+      if (p.d_key.data)
+        reduce_row(p, p.key, p.d_key, batch, t, key_head, sums + x.slots.d_key, x.slots.floats,
+                   group);
     }
     return;
   }
@@ -114,11 +88,9 @@ __global__ void __launch_bounds__(kReduceThreads)
   }
 }
 
-__global__ void __launch_bounds__(kReduceThreads)
-    reduce_gates_kernel(const __grid_constant__ RuleBackwardParams p,
-                        const __grid_constant__ ReduceArguments x) {
+__device__ __forceinline__ void reduce_gates(const RuleBackwardParams& p, const ReduceArguments& x,
+                                             int64_t head) {
   __shared__ double shared[2][kReduceThreads / 32];
-  const int64_t head = blockIdx.x;
   double sums[2] = {};
   for (int64_t i = threadIdx.x; i < x.strips; i += kReduceThreads)
     for (int j = 0; j < 2; ++j) sums[j] += x.gate_sums[2 * (i * p.value_heads + head) + j];
@@ -132,6 +104,15 @@ __global__ void __launch_bounds__(kReduceThreads)
   for (const double of_warp : shared[threadIdx.x]) sum += of_warp;
   const auto& to = threadIdx.x == 0 ? p.d_A_log : p.d_dt_bias;
   if (to.data) store_float(to.data, to.dtype, head * to.stride[0], float(sum));
+}
+
+__global__ void __launch_bounds__(kReduceThreads, 4)
+    reduce_kernel(const __grid_constant__ RuleBackwardParams p,
+                  const __grid_constant__ ReduceArguments x) {
+  if (blockIdx.x < x.row_blocks)
+    reduce_rows(p, x);
+  else
+    reduce_gates(p, x, blockIdx.x - x.row_blocks);
 }
 
 }  // namespace deltanet::cuda::simt

@@ -37,8 +37,8 @@ struct ScanArguments {
   int parts;       // chunks of an entry of the table
   int64_t chunks;  // how many there is room for
   // Backward pass: blocks run segments, from these states, and leave the state before each strip.
-  View<4> segment_states;       // [B * (T / kSegmentTokens), HV, K, V]
-  MutableView<4> strip_states;  // [strips, HV, K, V]; absent: whole sequences
+  View<4> segment_states;  // [B * (T / kSegmentTokens), HV, K, V]
+  float* strip_states;     // [strips, HV] of state_floats; null: whole sequences
   bool query_quads, key_quads, value_quads, output_quads, initial_quads, final_quads, saved_quads,
       segment_quads;
 };
@@ -115,7 +115,9 @@ class ScanBlock {
                   false);
     run_chunks(s, begin, end < enough ? end : enough, [&](int64_t t) {
       if (unsigned(t - begin) % kStrip == 0)
-        state_.store(x_.strip_states, strip + unsigned(t - begin) / kStrip, head_, true);
+        state_.store(x_.strip_states +
+                     ((strip + unsigned(t - begin) / kStrip) * p_.value_heads + head_) *
+                         state_floats(p_.dim_k, p_.dim_v));
     });
   }
 
@@ -133,6 +135,11 @@ class ScanBlock {
   }
 
  private:
+  __device__ __forceinline__ ChunkLoader<kColumns, Traits::kThreads> loader() const {
+    return {p_,    x_.prepared, p_.value, x_.query_quads, x_.key_quads, x_.value_quads,
+            head_, key_head_,   column_,  p_.dim_v};
+  }
+
   // Chunks of tokens `begin` to `end` of sequence s; `before` is called where each of them begins.
   template <class Before>
   __device__ __forceinline__ void run_chunks(const Sequence& s, int64_t begin, int64_t end,
@@ -142,7 +149,8 @@ class ScanBlock {
       const int count = int(end - t < kChunk ? end - t : kChunk);
       __syncthreads();  // the chunk before has been read, S is complete (first: it is there)
       before(t);
-      load_chunk(s.batch, t, count, number);
+      loader().load({s.batch, t, count, number}, k_, p_.output.data ? q_ : nullptr, pitch_,
+                    shared_.v[0], shared_.prepared);
       __syncthreads();  // the chunk is complete
       for (int first = 0; first < count;) {
         const int end = shared_.prepared.end[first];
@@ -151,18 +159,6 @@ class ScanBlock {
         if (first < count) __syncthreads();  // S is complete, K S may be overwritten
       }
     }
-  }
-
-  __device__ __forceinline__ void load_chunk(int64_t batch, int64_t t, int count, int64_t number) {
-    load_rows(p_.key, batch, t, count, key_head_, p_.dim_k, x_.key_quads, k_, pitch_,
-              Traits::kThreads);
-    if (p_.output.data)
-      load_rows(p_.query, batch, t, count, key_head_, p_.dim_k, x_.query_quads, q_, pitch_,
-                Traits::kThreads);
-    load_columns<kColumns, kColumns, Traits::kThreads>(p_.value, batch, t, count, head_, column_,
-                                                       p_.dim_v, x_.value_quads, shared_.v[0]);
-    load_prepared<Traits::kThreads>(x_.prepared + number * p_.value_heads + head_,
-                                    shared_.prepared);
   }
 
   // Tokens first to end of the chunk that starts at t. Usually all of them: see cut_chunk.
@@ -264,7 +260,7 @@ __global__ void __launch_bounds__(ScanTraits<kColumns>::kThreads, ScanTraits<kCo
     scan_kernel(const __grid_constant__ RuleParams p, const __grid_constant__ ScanArguments x) {
   extern __shared__ float4 memory[];
   const RuleBlock block = rule_block(p, kColumns);
-  if (x.strip_states.data) {  // of all strips those that start a segment
+  if (x.strip_states) {  // of all strips those that start a segment
     const Chunk strip = chunk_at(p, x.table, block.sequence);
     if (strip.count > 0 && unsigned(strip.index) % kSegmentStrips == 0)
       ScanBlock<kColumns>(p, x, memory, strip.sequence, block.head, block.tile)

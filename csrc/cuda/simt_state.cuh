@@ -12,6 +12,11 @@
 
 namespace deltanet::cuda::simt {
 
+// Floats of one state in scratch memory, [K][V padded to whole quads]. The padding holds zeros.
+__host__ __device__ inline int64_t state_floats(int dim_k, int dim_v) {
+  return int64_t(dim_k) * padded_rows(dim_v);
+}
+
 // kPitch: floats between rows in shared memory. The tile begins at column `column` of V.
 template <int kColumns, int kPitch, int kThreads>
 struct StateTile {
@@ -51,6 +56,25 @@ struct StateTile {
                    *reinterpret_cast<const float4*>(S + r * kPitch + c));
       else if (left > 0)
         store_float(x.data, x.dtype, at, S[r * kPitch + c]);
+    });
+  }
+
+  // From and to a state in scratch memory.
+  __device__ __forceinline__ void load(const float* from) const {
+    const int pitch = padded_rows(dim_v);
+    for_each_entry(pitch, padded_rows(dim_k), 4, [&](int r, int c) {
+      float4 e = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (r < dim_k && column + c < pitch)
+        e = *reinterpret_cast<const float4*>(from + int64_t(r) * pitch + column + c);
+      *reinterpret_cast<float4*>(S + r * kPitch + c) = e;
+    });
+  }
+  __device__ __forceinline__ void store(float* to) const {
+    const int pitch = padded_rows(dim_v);
+    for_each_entry(pitch, dim_k, 4, [&](int r, int c) {
+      if (column + c < pitch)
+        *reinterpret_cast<float4*>(to + int64_t(r) * pitch + column + c) =
+            *reinterpret_cast<const float4*>(S + r * kPitch + c);
     });
   }
 

@@ -8,7 +8,7 @@
 
 namespace deltanet::cuda::simt {
 
-constexpr int kStripChunks = 6;
+constexpr int kStripChunks = 11;
 constexpr int kStrip = kStripChunks * kChunk;  // tokens
 constexpr int kSegmentStrips = int(kSegmentTokens / kStrip);
 static_assert(kSegmentTokens % kStrip == 0, "segments are whole strips");

@@ -5,6 +5,7 @@
 // runs. Not part of the schemas, so that they hold for compiled and exported graphs as well.
 #pragma once
 #include <atomic>
+#include <cstdint>
 
 namespace deltanet::ops {
 
@@ -14,6 +15,8 @@ struct CudaSettings {
   // The cheapest mix of split operands that holds the bound for low precision outputs, instead of
   // splitting every operand.
   std::atomic<bool> fast{false};
+  // BackwardOptions::segment_strips. Only tests set it: segments pay for long sequences only.
+  std::atomic<int64_t> backward_segment_strips{0};
 };
 
 inline CudaSettings cuda_settings;  // one in each library

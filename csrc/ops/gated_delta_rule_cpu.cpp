@@ -121,36 +121,14 @@ std::tuple<Tensor, Tensor, Tensor> recurrent_gated_delta_rule_forward_saving(
                                   use_beta_sigmoid, allow_neg_eigval, state_v_first});
 }
 
-Gradients chunk_gated_delta_rule_backward(OptionalTensor grad_out, OptionalTensor grad_final_state,
-                                          Tensor query, Tensor key, Tensor value, OptionalTensor g,
-                                          OptionalTensor beta, OptionalTensor initial_state,
-                                          OptionalTensor cu_seqlens, OptionalTensor A_log,
-                                          OptionalTensor dt_bias, OptionalTensor saved_states,
-                                          double scale, bool use_qk_l2norm, bool use_gate,
-                                          bool use_beta_sigmoid, bool allow_neg_eigval,
-                                          bool state_v_first, int64_t wanted) {
-  const char* op = "chunk_gated_delta_rule_backward";
-  const RuleArguments x{query,
-                        key,
-                        value,
-                        g,
-                        beta,
-                        initial_state,
-                        cu_seqlens,
-                        A_log,
-                        dt_bias,
-                        scale,
-                        true,
-                        use_qk_l2norm,
-                        use_gate,
-                        use_beta_sigmoid,
-                        allow_neg_eigval,
-                        state_v_first};
-  const std::vector<int64_t> starts = host_cu_seqlens(op, cu_seqlens, key);
+Gradients run_backward(const char* op, const RuleArguments& x, const OptionalTensor& grad_out,
+                       const OptionalTensor& grad_final_state, const OptionalTensor& saved_states,
+                       int64_t wanted) {
+  const std::vector<int64_t> starts = host_cu_seqlens(op, x.cu_seqlens, x.key);
   GatedDeltaRuleBackwardParams p;
   static_cast<GatedDeltaRuleParams&>(p) =
-      check_keys_and_values(op, check_on_cpu, key, value, g, beta);
-  set_sequences(p, cu_seqlens, starts);
+      check_keys_and_values(op, check_on_cpu, x.key, x.value, x.g, x.beta);
+  set_sequences(p, x.cu_seqlens, starts);
   check_rule(op, check_on_cpu, x, p);
 
   bool needs_states = false;
@@ -159,7 +137,7 @@ Gradients chunk_gated_delta_rule_backward(OptionalTensor grad_out, OptionalTenso
   const auto states = check_upstream(op, check_on_cpu, x, p, grad_out, grad_final_state,
                                      saved_states, needs_states, p);
   const auto new_result = [&](const std::vector<int64_t>& sizes, ScalarType dtype) {
-    return allocate(key, {sizes.data(), sizes.size()}, dtype);
+    return allocate(x.key, {sizes.data(), sizes.size()}, dtype);
   };
   const Gradients d = make_gradients(op, x, p, wanted, new_result, p);
   std::vector<double> sums;
@@ -176,7 +154,7 @@ Gradients chunk_gated_delta_rule_backward(OptionalTensor grad_out, OptionalTenso
       double sum = 0;
       for (int64_t n = 0; n < p.sequences; ++n)
         sum += sums[size_t(2 * (n * p.value_heads + h) + index)];
-      store_element(tensor->mutable_data_ptr(), to_dtype(state_dtype(key)), h, sum);
+      store_element(tensor->mutable_data_ptr(), to_dtype(state_dtype(x.key)), h, sum);
     }
   }
   return d;
@@ -219,6 +197,6 @@ STABLE_TORCH_LIBRARY_IMPL(deltanet_ext, CPU, m) {
   m.impl("recurrent_gated_delta_rule_forward_saving",
          TORCH_BOX(&deltanet::ops::recurrent_gated_delta_rule_forward_saving));
   m.impl("chunk_gated_delta_rule_backward",
-         TORCH_BOX(&deltanet::ops::chunk_gated_delta_rule_backward));
+         TORCH_BOX(&deltanet::ops::chunk_gated_delta_rule_backward<deltanet::ops::run_backward>));
   m.impl("chunk_transition", TORCH_BOX(&deltanet::ops::chunk_transition));
 }

@@ -105,4 +105,28 @@ Gradients make_gradients(const char* op, const RuleArguments& x, const GatedDelt
   return made;
 }
 
+// What a backend does for chunk_gated_delta_rule_backward.
+using RunBackward = Gradients(const char* op, const RuleArguments& x,
+                              const OptionalTensor& grad_out,
+                              const OptionalTensor& grad_final_state,
+                              const OptionalTensor& saved_states, int64_t wanted);
+
+// The operator with the arguments of its schema.
+template <RunBackward* run>
+Gradients chunk_gated_delta_rule_backward(OptionalTensor grad_out, OptionalTensor grad_final_state,
+                                          Tensor query, Tensor key, Tensor value, OptionalTensor g,
+                                          OptionalTensor beta, OptionalTensor initial_state,
+                                          OptionalTensor cu_seqlens, OptionalTensor A_log,
+                                          OptionalTensor dt_bias, OptionalTensor saved_states,
+                                          double scale, bool use_qk_l2norm, bool use_gate,
+                                          bool use_beta_sigmoid, bool allow_neg_eigval,
+                                          bool state_v_first, int64_t wanted) {
+  constexpr bool kOutputFinalState = true;  // its gradient may be what arrives
+  return run("chunk_gated_delta_rule_backward",
+             {query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale,
+              kOutputFinalState, use_qk_l2norm, use_gate, use_beta_sigmoid, allow_neg_eigval,
+              state_v_first},
+             grad_out, grad_final_state, saved_states, wanted);
+}
+
 }  // namespace deltanet::ops
