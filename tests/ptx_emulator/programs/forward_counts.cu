@@ -7,8 +7,6 @@
 //       "plan", warps, chunks in a segment, segments.
 //   forward_counts run T HK HV PROCESSORS FAST WARPS SEGMENT_CHUNKS
 //       runs it, for count mode.
-#include <dlfcn.h>
-
 #define DELTANET_FAST
 #include "bf16_128.cuh"
 #include "testing.cuh"
@@ -18,23 +16,10 @@ namespace dn = deltanet::cuda;
 namespace tc = deltanet::cuda::tensor_core;
 
 constexpr int K = 128, V = 128;
-static int processors = 132;
 static bool dry = false;  // launches are listed, not run
 
-// The program's own definitions stand before the emulator's. By label: nvcc defines some of these
-// names itself, for device code.
-template <class Function>
-Function* emulated(const char* name) {
-  return reinterpret_cast<Function*>(dlsym(RTLD_NEXT, name));
-}
-cudaError_t own_attribute(int*, cudaDeviceAttr, int) __asm__("cudaDeviceGetAttribute");
 cudaError_t own_launch(cudaKernel_t, dim3, dim3, void**, size_t,
                        cudaStream_t) __asm__("__cudaLaunchKernel");
-
-cudaError_t own_attribute(int* value, cudaDeviceAttr attribute, int device) {
-  if (attribute == cudaDevAttrMultiProcessorCount) return *value = processors, cudaSuccess;
-  return emulated<decltype(own_attribute)>("cudaDeviceGetAttribute")(value, attribute, device);
-}
 
 static const char* name_of(cudaKernel_t kernel) {
   const auto is = [&](auto* function) {
