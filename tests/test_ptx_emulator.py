@@ -39,11 +39,7 @@ ONCE, OFTEN = (
     ),
 )
 PROGRAMS = {
-    "ops_integer": ONCE,
-    "ops_bits": ONCE,
-    "ops_float": ONCE,
-    "ops_half": ONCE,
-    "ops_convert": ONCE,
+    "ops_numbers": ONCE,
     "ops_memory": OFTEN,
     "ops_warp": OFTEN,
     "ops_tensor": OFTEN,

@@ -7,9 +7,9 @@
 //
 // Nothing is kept by the forward pass: z is computed again.
 //
-// Work split:  causal_conv1d_backward_kernel: one block = kStripTiles tiles of kTokens tokens and
-// kChannels
-//              channels of a batch row. column_sums_kernel adds up what blocks leave of the sums.
+// Work split:  causal_conv1d_backward_kernel: one block = kStripTiles tiles of kTileTokens tokens
+//              and kChannels channels of a batch row. column_sums_kernel adds up what blocks leave
+//              of the sums.
 //              conv_state_gradient_kernel: one thread = one channel of a sequence.
 // Numerics:    fp32; sums over a strip in fp32, these sums in double. No order but that of shapes.
 // Memory:      x and dy are read once, but for W - 1 tokens beside a tile; dx is written once, and
@@ -26,15 +26,15 @@ namespace {
 
 using namespace conv;
 
-constexpr int kTokens = 64;
+constexpr int kTileTokens = 64;
 constexpr int kStripTiles = 4;
-constexpr int kStrip = kStripTiles * kTokens;
+constexpr int kStrip = kStripTiles * kTileTokens;
 constexpr int kSumGroups = kThreads / kChannels;  // threads that sum over tokens of one channel
 constexpr int kSums = kMaxConvWidth + 1;
 
 template <int kTaps>
 struct BackwardShared {
-  static constexpr int kRows = kTokens + kTaps;  // of a tile, and those behind it
+  static constexpr int kRows = kTileTokens + kTaps;  // of a tile, and those behind it
   alignas(16) float x[(kTaps + kRows) * kChannels];
   union {
     alignas(16) float dz[kRows * kChannels];
@@ -111,7 +111,7 @@ template <int kTaps>
 __device__ __forceinline__ void add_products(const ConvBackwardParams& p,
                                              const BackwardShared<kTaps>& shared, int64_t channel,
                                              float (&sums)[kTaps + 1]) {
-  constexpr int kPart = kTokens / kSumGroups;
+  constexpr int kPart = kTileTokens / kSumGroups;
   const int c = int(threadIdx.x) % kChannels, first = int(threadIdx.x) / kChannels * kPart;
   float x[kTaps];  // by distance from the token at hand
 #pragma unroll
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads)
 
   load_taps(p, channel, shared.taps);
   float sums[kTaps + 1] = {};
-  for (int64_t first = begin; first < end; first += kTokens) {
+  for (int64_t first = begin; first < end; first += kTileTokens) {
     if (threadIdx.x < kRows)
       shared.places[threadIdx.x] =
           first + threadIdx.x < p.tokens ? place_of(p, p, b, first + threadIdx.x) : Place{0, 0, -1};
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kThreads)
     if (p.d_x.data) {
       const int c = int(threadIdx.x) % kQuads * 4;
       const int channels_left = clamp_to(p.channels - channel - c, 4);
-      for (int row = int(threadIdx.x) / kQuads; row < kTokens; row += kGroups) {
+      for (int row = int(threadIdx.x) / kQuads; row < kTileTokens; row += kGroups) {
         const auto& d = p.d_x;
         if (first + row < p.tokens)
           store_quad(d.data, d.dtype,

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Integer arithmetic, against 128-bit formulas.
+#pragma once
 #include "cases.cuh"
+
+namespace ops_integer {
 
 using i128 = __int128;
 using u128 = unsigned __int128;
@@ -99,4 +102,4 @@ CASE3("dp2a.hi.s32.s32", s32, s32, s32, s32,
 CASE3("dp2a.lo.s32.s32", s32, s32, s32, s32,
       uint32_t(int16_t(a) * byte(b, 0) + int16_t(a >> 16) * byte(b, 1)) + uint32_t(c))
 
-int main() { return cases::run_all(); }
+}  // namespace ops_integer

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Bits, shifts, fields, permutations, comparisons and selection of integers.
+#pragma once
 #include "cases.cuh"
+
+namespace ops_bits {
 
 static uint32_t bit(uint64_t x, int i) { return uint32_t(x >> i & 1); }
 static int highest(uint64_t x) {
@@ -149,4 +152,4 @@ CODE2("predicates: and, or, xor, not",
       "xor.pred r, r, p; not.pred q, q; or.pred r, r, q; selp.b32 %0, 1, 0, r; }",
       u32, u32, u32, ((((a < b) && (a > 3)) != (a < b)) || !(a > 3)) ? 1 : 0)
 
-int main() { return cases::run_all(); }
+}  // namespace ops_bits

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // fp32 and fp64: every rounding mode against the exact error of the operation, saturation,
 // flushing, NaN, comparisons.
+#pragma once
 #include "cases.cuh"
+
+namespace ops_float {
 
 using real = long double;  // 64 bits of fraction: products of floats are exact
 enum Mode { kNear, kZero, kDown, kUp };
@@ -194,4 +197,4 @@ CODE3("selp.f32", "{ .reg .pred p; setp.gt.f32 p, %3, 0f00000000; selp.f32 %0, %
       f32, f32, f32, c > 0 ? a : b)
 CODE3("slct.f32.f32", "slct.f32.f32 %0, %1, %2, %3;", f32, f32, f32, f32, c >= 0 ? a : b)
 
-int main() { return cases::run_all(); }
+}  // namespace ops_float

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Conversions between integers, fp32 and fp64.
+#pragma once
 #include "cases.cuh"
+
+namespace ops_convert {
 
 using real = long double;
 template <class T>
@@ -75,4 +78,4 @@ CASE1("cvt.rpi.f64.f64", f64, f64, std::ceil(a))
 CASE1("cvt.sat.f32.f32", f32, f32, a >= 1 ? 1.f : a > 0 ? a : 0.f)
 CASE1("cvt.rn.sat.f32.s32", f32, s32, a >= 1 ? 1.f : 0.f)
 
-int main() { return cases::run_all(); }
+}  // namespace ops_convert

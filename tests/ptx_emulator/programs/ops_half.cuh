@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // 16-bit floats, scalar and in pairs, against a rounding that is done digit by digit on a long
 // double.
+#pragma once
 #include "cases.cuh"
+
+namespace ops_half {
 
 using real = long double;
 // value = significand * 2^exponent with `digits` binary digits; ties to even.
@@ -155,4 +158,4 @@ CODE2("cvt.rzi.s32.f16", "{ .reg .b16 x, u; mov.b32 {x, u}, %1; cvt.rzi.s32.f16 
                                      : int64_t(v);
       }(F16::value(uint16_t(a))))
 
-int main() { return cases::run_all(); }
+}  // namespace ops_half
