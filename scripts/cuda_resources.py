@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Registers, spills and shared memory of the forward's CUDA kernels: no GPU needed.
+"""Registers, spills and shared memory of the CUDA kernels: no GPU needed.
 
     cuda_resources.py                compile for sm_80 and sm_90, and write docs/cuda_resources.md
     cuda_resources.py --check PART   compile the files whose path holds PART, and compare with the
@@ -37,6 +37,9 @@ import build  # noqa: E402
 # What ptxas cannot know: dynamic shared memory, as the launchers ask for it, at K = 128.
 DYNAMIC = """
 #include <cstdio>
+#include "cuda/simt_adjoint.cuh"
+#include "cuda/simt_adjoint_scan.cuh"
+#include "cuda/simt_gradients.cuh"
 #include "cuda/simt_prepare.cuh"
 #include "cuda/simt_scan.cuh"
 #include "cuda/tensor_core/scan_output.cuh"
@@ -49,6 +52,8 @@ using namespace deltanet::cuda::tensor_core;
               int(tensor_core::ScanTraits<E, K, P>::shared_bytes(4)));
 #define SIMT(C) std::printf("simt_forward/scan_kernel<" #C "> %d\\n", \\
                             int(simt::ScanTraits<C>::shared_bytes(128)));
+#define BACKWARD(FILE, NAME, TRAITS) \\
+  std::printf("simt_" #FILE "/" #NAME " %d\\n", int(simt::TRAITS::shared_bytes(128)));
 #define INVERSE(N) std::printf("triangular_inverse/triangular_inverse_kernel<" #N "> %d\\n", \\
                                int(sizeof(InverseTraits<N>::Shared)));
 int main() {
@@ -57,6 +62,11 @@ int main() {
   SHOW(fp16, 64, Precision::kExact) SHOW(fp16, 64, Precision::kFast)
   SHOW(fp16, 128, Precision::kExact) SHOW(fp16, 128, Precision::kFast)
   SIMT(16) SIMT(32) SIMT(64)
+  BACKWARD(adjoint, adjoint_kernel<16>, AdjointTraits<16>)
+  BACKWARD(adjoint, adjoint_kernel<32>, AdjointTraits<32>)
+  BACKWARD(adjoint, adjoint_scan_kernel, AdjointScanTraits)
+  BACKWARD(gradients, gradient_kernel<8>, GradientTraits<8>)
+  BACKWARD(gradients, gradient_kernel<16>, GradientTraits<16>)
   INVERSE(16) INVERSE(32) INVERSE(64) INVERSE(128)
   std::printf("simt_forward/prepare_kernel %d\\n", int(simt::PrepareTraits::shared_bytes(128)));
 }
@@ -156,9 +166,8 @@ def rows_of(source: Path, arch: str, dynamic: dict[str, int]) -> list[str]:
     return sorted(set(rows))  # instances that differ in a dtype alone may occupy the same
 
 
-def forward_sources() -> list[Path]:
-    files = sorted((ROOT / "csrc" / "cuda").rglob("*.cu"))
-    return [f for f in files if not re.search("backward|adjoint|gradients", f.stem)]
+def kernel_files() -> list[Path]:
+    return sorted((ROOT / "csrc" / "cuda").rglob("*.cu"))
 
 
 def rows(sources: list[Path]) -> list[str]:
@@ -170,7 +179,7 @@ def rows(sources: list[Path]) -> list[str]:
 
 def page(sources: list[Path]) -> str:
     table = "\n".join(rows(sources))
-    return f"""# What the CUDA kernels of the forward pass occupy
+    return f"""# What the CUDA kernels occupy
 
 Written by `scripts/cuda_resources.py` with nvcc {release()}. Spills: bytes that a thread stores,
 and how many instructions of loops spill; tests/test_cuda_resources.py keeps `scan_output`, the
@@ -194,9 +203,9 @@ def main() -> int:
     parser.add_argument("--check", metavar="PART")
     options = parser.parse_args()
     if options.check is None:
-        TABLE.write_text(page(forward_sources()))
+        TABLE.write_text(page(kernel_files()))
         return 0
-    sources = [s for s in forward_sources() if options.check in str(s.relative_to(ROOT))]
+    sources = [s for s in kernel_files() if options.check in str(s.relative_to(ROOT))]
     known = set(TABLE.read_text().splitlines())
     wrong = [row for row in rows(sources) if row not in known]
     print("\n".join(wrong) or f"{len(sources)} files: as the table says")

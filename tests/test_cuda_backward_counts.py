@@ -20,9 +20,6 @@ import pytest
 
 import emulated
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-import cuda_resources
-
 if reason := emulated.why_not():
     pytest.skip(f"emulated CUDA operators: {reason}", allow_module_level=True)
 
@@ -111,11 +108,3 @@ def test_at_most_eight_launches(tmp_path: Path) -> None:
     """Packed, cut into segments, with the sums of A_log and dt_bias: all stages there are."""
     launches = launches_of(tmp_path, 3 * STRIP, 16, (0, 3 * STRIP), True, strips=1)
     assert len(launches) == 8
-
-
-@pytest.mark.parametrize("arch", cuda_resources.ARCHITECTURES)
-@pytest.mark.parametrize("source", ["backward", "simt_adjoint", "simt_forward", "simt_gradients"])
-def test_nothing_is_spilled(source: str, arch: str) -> None:
-    found = cuda_resources.kernels(cuda_resources.ROOT / f"csrc/cuda/{source}.cu", arch)
-    assert found
-    assert [kernel for kernel, _, spilled, _ in found if spilled] == []

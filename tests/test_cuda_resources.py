@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers, spills and shared memory of the forward's kernels, and devices that have little."""
+"""Registers, spills and shared memory of the kernels, and devices that have little."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def table() -> list[dict[str, str]]:
     ]
 
 
-def test_every_forward_kernel_has_its_rows() -> None:
-    files = {source.stem for source in cuda_resources.forward_sources()} - {
+def test_every_kernel_has_its_rows() -> None:
+    files = {source.stem for source in cuda_resources.kernel_files()} - {
         "forward",
         "tensor_core",
     }
@@ -52,8 +52,24 @@ def test_the_table_shows_no_spill_in_the_loop_over_the_chunks() -> None:
     assert all(int(row["blocks"]) >= 1 for row in passes)
 
 
+def test_the_table_shows_no_spill_in_the_backward_pass() -> None:
+    files = ("backward", "simt_adjoint", "simt_gradients", "simt_forward")
+    found = [row for row in table() if row["file"] in files]
+    assert {row["file"] for row in found} == set(files)
+    assert [row for row in found if row["spills"] != "0"] == []
+
+
+@pytest.mark.slow
+def test_the_table_of_the_backward_pass_is_true() -> None:
+    check_the_table("simt_", files=3)
+
+
 @pytest.mark.slow
 def test_the_table_of_the_chunk_pass_is_true() -> None:
+    check_the_table("tensor_core/scan_output_", files=8)
+
+
+def check_the_table(part: str, files: int) -> None:
     """Compiles every instance of it for sm_80 and sm_90."""
     if sass.find_nvdisasm() is None:
         pytest.skip("nvdisasm is not here: pip install nvidia-cuda-nvdisasm")
@@ -61,13 +77,13 @@ def test_the_table_of_the_chunk_pass_is_true() -> None:
         pytest.skip(f"the table was written with another nvcc than {cuda_resources.release()}")
     script = ROOT / "scripts" / "cuda_resources.py"
     done = subprocess.run(
-        [sys.executable, script, "--check", "tensor_core/scan_output_"],
+        [sys.executable, script, "--check", part],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "8 files: as the table says\n"
+    assert done.stdout == f"{files} files: as the table says\n"
 
 
 LISTING = """
