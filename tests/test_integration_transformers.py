@@ -203,15 +203,20 @@ def test_compiled_training_takes_any_length():
     assert graphs() == traced
 
 
+def export(model):
+    """The model for any length, and its logits for some lengths."""
+    length = torch.export.Dim("length", min=2, max=512)
+    exported = torch.export.export(
+        Logits(model), (IDS[:1],), dynamic_shapes=({1: length},), strict=False
+    )
+    return exported, [model(IDS[:1, :n], use_cache=False).logits for n in LENGTHS]
+
+
 @pytest.mark.slow
 def test_exported_model_keeps_the_operators():
     model = build("qwen3_5")
-    length = torch.export.Dim("length", min=2, max=512)
     with torch.no_grad(), switch.enabled():
-        exported = torch.export.export(
-            Logits(model), (IDS[:1],), dynamic_shapes=({1: length},), strict=False
-        )
-        wants = [model(IDS[:1, :n], use_cache=False).logits for n in LENGTHS]
+        exported, wants = export(model)
     targets = [str(node.target) for node in exported.graph.nodes]
     assert {
         target.split(".")[1] for target in targets if target.startswith("deltanet_ext.")
@@ -227,12 +232,8 @@ def test_a_package_of_an_exported_model_runs(tmp_path):
     if not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("no C++ compiler")
     model = build("qwen3_5")
-    length = torch.export.Dim("length", min=2, max=512)
     with torch.no_grad(), switch.enabled():
-        exported = torch.export.export(
-            Logits(model), (IDS[:1],), dynamic_shapes=({1: length},), strict=False
-        )
-        wants = [model(IDS[:1, :n], use_cache=False).logits for n in LENGTHS]
+        exported, wants = export(model)
         path = torch._inductor.aoti_compile_and_package(
             exported, package_path=str(tmp_path / "model.pt2")
         )
