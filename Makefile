@@ -95,6 +95,8 @@ test-cpp: $(STAMPS)/build ## the C++ tests alone
 	@scripts/run_cpp_tests.sh dev $(ARGS)
 
 test-cuda: $(READY) $(STAMPS)/test ## the CUDA kernels on the PTX emulator (needs nvcc, no GPU); part of `make test`
+	@echo "==> building the emulator, its programs and the emulated operators"
+	@$(PY) tests/ptx_emulator/build.py --all
 	@$(PY) -m pytest -rs tests/test_ptx_emulator.py tests/test_ptx_emulator_torch.py tests/test_cuda_*.py $(ARGS)
 	@scripts/run_cpp_tests.sh cuda
 

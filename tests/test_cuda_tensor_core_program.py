@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensor-core forward called from C++: schedules, counts, and bugs that must be seen."""
+"""The tensor-core forward called from C++: schedules, and bugs that must be seen."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ import build
 if reason := build.why_not():
     pytest.skip(f"PTX emulator: {reason}", allow_module_level=True)
 
-pytestmark = pytest.mark.slow  # each program compiles for half a minute
+pytestmark = pytest.mark.slow  # the kernels compile for a minute, a seeded bug for half of one
 
 FOUND = 86  # the exit status of a program in which a check of the emulator found something
 
@@ -36,19 +35,6 @@ def run(program: Path, **settings: str) -> subprocess.CompletedProcess[str]:
 def test_program(settings):
     done = run(build.program("tensor_core"), **settings)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_the_chunk_pass_has_no_bank_conflicts(tmp_path):
-    program = build.program("tensor_core", count=True)
-    done = run(program, COUNT=str(tmp_path / "counts.jsonl"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    launches = [json.loads(line) for line in (tmp_path / "counts.jsonl").read_text().splitlines()]
-    passes = [x for x in launches if "scan_output" in x["kernel"]]
-    assert len(passes) >= 4
-    for launch in passes:
-        shared = launch["shared"]
-        assert sum(kind["requests"] for kind in shared.values()) > 0
-        assert {name: kind["conflicts"] for name, kind in shared.items() if kind["conflicts"]} == {}
 
 
 # Name -> (file of csrc/cuda, what stands there, what stands there instead, what must notice).
@@ -175,7 +161,9 @@ def seeded(folder: Path, bug: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     source.write_text(text.replace(old, new))
     lib, toolchain = build.library(), build.toolchain()
     monkeypatch.setattr(build, "ROOT", folder)
-    object_file = build.compile_cuda(build.PROGRAMS / f"{program}.cu", folder / f"{program}.o")
+    object_file = build.compile_cuda(
+        build.PROGRAMS / f"{program}.cu", folder / f"{program}.o", extra=("-DDELTANET_ALONE",)
+    )
     cache = folder / "translated"
     for text in build.ptx_of(object_file):
         ptx = folder / "module.ptx"

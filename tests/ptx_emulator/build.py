@@ -7,6 +7,7 @@
                                 examples/cpp
     build.py --library          the runtime library alone; prints its path
     build.py --operators        the library of emulated torch operators
+    build.py --all              the runtime library, every program and the operators, side by side
     build.py --translate in.ptx out.so [--count]   (the runtime calls this when it meets new PTX)
 
 Everything lies in one folder (PTX_EMULATOR_BUILD, by default build/ptx_emulator of the repository),
@@ -15,6 +16,7 @@ here too, so that running starts at once.
 """
 
 import argparse
+import collections
 import concurrent.futures
 import functools
 import hashlib
@@ -27,6 +29,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -353,7 +356,10 @@ def link(
 
 
 # Programs that call kernels of csrc/cuda which the operators need, too.
-PROGRAM_KERNELS = {"rule_forward": ("recurrent_forward", "scans")}
+PROGRAM_KERNELS = {
+    "rule_forward": ("recurrent_forward", "scans"),
+    "tensor_core": ("paths", "prepare", "scan_output_bf16", "scan_output_fp16", "scans"),
+}
 
 
 def program(
@@ -396,8 +402,16 @@ def kernel_units() -> dict[str, list[pathlib.Path]]:
     return dict(sorted(units.items(), key=lambda unit: -len(unit[1])))
 
 
+UNIT_LOCKS: dict[str, threading.Lock] = collections.defaultdict(threading.Lock)
+
+
 def kernels(unit: str) -> pathlib.Path:
     """The object of one unit, translated."""
+    with UNIT_LOCKS[unit]:  # programs and operators that are built side by side share units
+        return build_kernels(unit)
+
+
+def build_kernels(unit: str) -> pathlib.Path:
     sources = kernel_units()[unit]
     text = "".join(f'#include "{source}"\n' for source in sources)
     folder = BUILD / "kernels"
@@ -428,12 +442,14 @@ TEST_KERNEL_SOURCES = ("tests/ptx_emulator/operators/reads_too_far.cu",)
 EMULATED_NAMESPACE = "deltanet_ext_emulated"
 
 
-def operators() -> pathlib.Path:
+def operators(besides: tuple = ()) -> pathlib.Path:
     """One library that registers the CUDA operators under a namespace of its own, for CPU tensors.
 
     The operator files are those of csrc/ops. Two things make them emulated: their namespace is
     renamed as they are compiled, and ops/cuda_context.h is the one of operators/, which stands
     first in the include path.
+
+    `besides`: programs to build side by side with it.
     """
     import torch
     from torch.utils import cpp_extension
@@ -482,7 +498,9 @@ def operators() -> pathlib.Path:
         *((compile_operator, name) for name in OPERATOR_SOURCES),
         *((compile_test_kernel, name) for name in TEST_KERNEL_SOURCES),
     ]
-    objects = in_parallel(lambda job: job[0](job[1]), jobs)
+    # Kernels come first: the programs wait for those that they are linked to.
+    programs = [(program, name) for name in besides]
+    objects = in_parallel(lambda job: job[0](job[1]), jobs + programs)[: len(jobs)]
     torch_lib = pathlib.Path(torch.__file__).parent / "lib"
     extra = (f"-L{torch_lib}", "-ltorch", "-ltorch_cpu", "-lc10")
     return link(
@@ -521,6 +539,7 @@ def main() -> None:
     arguments.add_argument(
         "--operators", action="store_true", help="the emulated operators too (needs torch)"
     )
+    arguments.add_argument("--all", action="store_true", help="everything that tests run")
     arguments.add_argument("--translate", nargs=2, type=pathlib.Path, metavar=("PTX", "SO"))
     arguments.add_argument("--count", action="store_true")
     options = arguments.parse_args()
@@ -528,11 +547,14 @@ def main() -> None:
         translate_file(*options.translate, count=options.count)
         return
     if reason := why_not():
+        if options.all:  # the tests are skipped for the same reason
+            print(f"ptx_emulator: nothing is built. {reason}")
+            return
         raise SystemExit(f"ptx_emulator: {reason}")
     print(library())
-    if options.operators:
-        print(operators())
-    if not (options.library or options.operators):
+    if options.operators or options.all:
+        print(operators(besides=tuple(program_names()) if options.all else ()))
+    if not (options.library or options.operators or options.all):
         for binary in in_parallel(
             lambda n: example() if n == "prefill" else program(n, count=options.count),
             options.names or program_names(),

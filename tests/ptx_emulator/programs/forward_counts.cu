@@ -9,6 +9,7 @@
 //       runs it, for count mode.
 #define DELTANET_FAST
 #include "bf16_128.cuh"
+#include "processors.cuh"
 #include "testing.cuh"
 using namespace testing;
 using deltanet::DType;

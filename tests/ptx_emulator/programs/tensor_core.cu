@@ -1,9 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // The tensor-core forward from plain C++, without torch: tensor_core::forward against the fp64
-// recurrence, equation (1). Small enough to be built again and again with seeded bugs.
+// recurrence, equation (1). With DELTANET_ALONE it brings the kernels that it needs with it, and
+// can be built again and again with seeded bugs; else it is linked to those that the operators run.
+#include <cuda_bf16.h>
+
 #include <random>
 
+#ifdef DELTANET_ALONE
 #include "bf16_128.cuh"
+#endif
+#include "cuda/tensor_core.h"
+#include "processors.cuh"
 #include "testing.cuh"
 using namespace testing;
 using deltanet::DType;
@@ -78,17 +85,17 @@ double ratio(const std::vector<Got>& got, const std::vector<double>& want) {
   return r == r ? r : 1e30;
 }
 
-std::vector<dn::bf16> narrow(const std::vector<float>& x) {
-  std::vector<dn::bf16> y(x.size());
+std::vector<__nv_bfloat16> narrow(const std::vector<float>& x) {
+  std::vector<__nv_bfloat16> y(x.size());
   for (size_t i = 0; i < x.size(); ++i) y[i] = __float2bfloat16(x[i]);
   return y;
 }
 
 void check(int kind, int64_t segment_chunks) {
   const Inputs x = inputs(kind);
-  const Array<dn::bf16> q(narrow(x.q)), k(narrow(x.k)), v(narrow(x.v));
+  const Array<__nv_bfloat16> q(narrow(x.q)), k(narrow(x.k)), v(narrow(x.v));
   const Array<float> g(x.g), beta(x.beta), initial(x.state);
-  Array<dn::bf16> out(size_t(T * HV * V));
+  Array<__nv_bfloat16> out(size_t(T * HV * V));
   Array<float> state(size_t(HV * K * V));
   dn::RuleParams p;
   p.batch = p.sequences = p.key_heads = 1;
@@ -117,7 +124,7 @@ void check(int kind, int64_t segment_chunks) {
   const std::vector<double> want = recurrence(x, want_state);
   for (double y : want) rounded.push_back(__bfloat162float(__float2bfloat16(float(y))));
   std::vector<double> got;
-  for (dn::bf16 y : out.host()) got.push_back(__bfloat162float(y));
+  for (__nv_bfloat16 y : out.host()) got.push_back(__bfloat162float(y));
   report_error(name + ": output", ratio(got, want), 1.15 * ratio(rounded, want));
   report_error(name + ": state", ratio(state.host(), want_state),
                kind == 1   ? 3e-4
