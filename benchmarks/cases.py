@@ -53,6 +53,13 @@ class Case:
         return self.token_heads * (forward + backward)
 
     @property
+    def bounds(self) -> tuple[str, ...]:
+        """What may bound it: arithmetic, or one pass over the states; a few tokens, either."""
+        if not self.decode:
+            return ("GFLOP/s",)
+        return ("GB/s", "GFLOP/s") if self.tokens > 1 else ("GB/s",)
+
+    @property
     def padded(self) -> Case:
         """The same with head dims that fill vectors of 8: what an odd size has to pay for."""
         key_dim, value_dim = (-(-dim // 8) * 8 for dim in (self.key_dim, self.value_dim))

@@ -23,7 +23,7 @@ class LayerCase:
     function: str
     quick: bool = True
     train = False
-    decode = True  # its floor is one pass over memory
+    bounds = ("GB/s",)  # its floor is one pass over memory
 
     def __str__(self) -> str:
         if self.function == "norm":

@@ -26,7 +26,7 @@ def measure(contestant: str, tokens: int, heads: int) -> dict[str, Any]:
 
     from cases import Case
     from deltanet_ext._autograd import SEGMENT_TOKENS
-    from deltanet_ext.demo_train import forget_peak, memory
+    from deltanet_ext.demo.training import forget_peak, memory
 
     torch.set_num_threads(1)
     # Libraries load, and thread pools start, at the first call.

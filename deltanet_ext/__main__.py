@@ -12,7 +12,7 @@ import sys
 import torch
 
 import deltanet_ext
-from deltanet_ext import demo, demo_train
+from deltanet_ext.demo import inference, models, training
 
 
 def _version_of(package: str) -> str:
@@ -77,19 +77,21 @@ def writable(path: str) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    defaults, training = demo.Options(), demo_train.Options()
+    defaults, trained = models.Options(), training.Options()
     top = argparse.ArgumentParser(prog="python -m deltanet_ext", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
 
     show = commands.add_parser(
         "demo",
         help="run a Gated DeltaNet model with and without this package and compare",
-        description=f"{demo.__doc__}\n{demo_train.__doc__}",
+        description=f"{inference.__doc__}\n{training.__doc__}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     show.add_argument("--train", action="store_true", help="train a Qwen3.5 model instead, in fp32")
-    show.add_argument("--model", choices=demo.MODELS, action="append", help="default: both")
-    show.add_argument("--dtype", choices=tuple(demo.DTYPES), action="append", help="default: both")
+    show.add_argument("--model", choices=models.MODELS, action="append", help="default: both")
+    show.add_argument(
+        "--dtype", choices=tuple(models.DTYPES), action="append", help="default: both"
+    )
     for name, text in (
         ("tokens", "bytes of text to read, or of a training step"),
         ("steps", "tokens to generate, or training steps"),
@@ -100,8 +102,8 @@ def parser() -> argparse.ArgumentParser:
     ):
         field = name.replace("-", "_")
         default = getattr(defaults, field)
-        if (trained := getattr(training, field, default)) != default:
-            default = f"{default}; with --train {trained}"
+        if (other := getattr(trained, field, default)) != default:
+            default = f"{default}; with --train {other}"
         kind = int if name == "seed" else positive
         show.add_argument(f"--{name}", type=kind, help=f"{text} ({default})")
     show.add_argument("--threads", type=positive, help="default: one per idle core")
@@ -124,12 +126,12 @@ def main(arguments: list[str] | None = None) -> int:
         for name in ("model", "dtype", "repeats"):
             if getattr(given, name) is not None:
                 top.error(f"--{name} does not go with --train")
-        return demo_train.main(demo_train.Options(**sizes), given.json)
+        return training.main(training.Options(**sizes), given.json)
     if given.model is not None:
         sizes["models"] = tuple(given.model)
     if given.dtype is not None:
         sizes["dtypes"] = tuple(given.dtype)
-    return demo.main(demo.Options(**sizes), given.json)
+    return inference.main(models.Options(**sizes), given.json)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from deltanet_ext import __main__ as command
-from deltanet_ext import demo, ops
+from deltanet_ext import ops
+from deltanet_ext.demo import inference, models, runs
 from deltanet_ext.integrations import transformers as switch
 
 pytest.importorskip("transformers", minversion="5.15")
@@ -109,19 +110,19 @@ def test_calls_that_never_arrive_fail(capsys, monkeypatch):
 
 def test_a_model_that_does_not_use_the_rule_fails(capsys, monkeypatch):
     monkeypatch.setattr(
-        demo, "without_output", lambda module: demo.plain(getattr(module, demo.CHUNK))
+        inference, "without_output", lambda module: runs.plain(getattr(module, runs.CHUNK))
     )
     assert run("--model", "qwen3_5", "--dtype", "fp32") == 1
     assert "hardly depend on the rule" in capsys.readouterr().out
 
 
 def test_two_runs_choose_the_same_tokens():
-    options = demo.Options(tokens=96, hidden=64, key_heads=1)
-    module = demo.modeling_file("qwen3_next")
+    options = models.Options(tokens=96, hidden=64, key_heads=1)
+    module = models.modeling_file("qwen3_next")
     with switch.enabled():
         first, second = (
-            demo.generate(
-                demo.build_model("qwen3_next", options), module, demo.prompt(options.tokens), 12
+            runs.generate(
+                models.build_model("qwen3_next", options), module, models.prompt(options.tokens), 12
             )
             for _ in range(2)
         )
@@ -131,10 +132,10 @@ def test_two_runs_choose_the_same_tokens():
 
 
 def test_the_text_is_long_enough_and_ascii():
-    text = demo.prompt(2048)
+    text = models.prompt(2048)
     assert text.shape == (1, 2048)
     assert int(text.max()) < 128
-    assert demo.prompt(5000).shape == (1, 5000)
+    assert models.prompt(5000).shape == (1, 5000)
 
 
 @pytest.mark.parametrize("package", ["transformers", "rich"])

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from deltanet_ext import __main__ as command
-from deltanet_ext import demo_train, ops
+from deltanet_ext import ops
+from deltanet_ext.demo import training
 
 pytest.importorskip("transformers", minversion="5.15")
 pytest.importorskip("rich")
@@ -44,21 +45,21 @@ def test_agrees_and_prints_a_table(capsys: pytest.CaptureFixture[str], tmp_path:
         assert expected in text
     assert "FAILED" not in text
     ways = json.loads(path.read_text())["ways"]
-    assert list(ways) == list(demo_train.WAYS)
+    assert list(ways) == list(training.WAYS)
     for way in ways.values():
         assert len(way["losses"]) == len(way["seconds"]) == 5
         assert way["peak"] > way["before"] > 50e6
         assert way["calls"] == 5 * 4  # layers with the rule
-    assert [ways[name]["served"] for name in demo_train.WAYS] == [0, 20, 0]
+    assert [ways[name]["served"] for name in training.WAYS] == [0, 20, 0]
 
 
-def here(options: demo_train.Options, step_done: Callable[[str, float], None]) -> Any:
+def here(options: training.Options, step_done: Callable[[str, float], None]) -> Any:
     """Instead of in children, where a test cannot spoil an operator."""
-    return {way: run_to_the_end(way, options) for way in demo_train.WAYS}
+    return {way: run_to_the_end(way, options) for way in training.WAYS}
 
 
-def run_to_the_end(way: str, options: demo_train.Options) -> demo_train.Training:
-    *_, done = demo_train.train(way, options)
+def run_to_the_end(way: str, options: training.Options) -> training.Training:
+    *_, done = training.train(way, options)
     return done
 
 
@@ -72,32 +73,32 @@ def test_a_missing_gradient_fails(
         return operator(**call | {argument: call[argument].detach()})
 
     monkeypatch.setattr(ops, "chunk_gated_delta_rule", chunk_gated_delta_rule)
-    monkeypatch.setattr(demo_train, "in_children", here)
+    monkeypatch.setattr(training, "in_children", here)
     assert run() == 1
     assert "losses differ by" in capsys.readouterr().out
 
 
 def test_what_is_judged() -> None:
-    good = demo_train.Training(losses=[2.0, 1.0], seconds=[1.0, 1.0], calls=4, served=4)
+    good = training.Training(losses=[2.0, 1.0], seconds=[1.0, 1.0], calls=4, served=4)
     other = dataclasses.replace(good, losses=[2.0, 1.5])
-    ways = {demo_train.THEIRS: good, demo_train.OURS: good, demo_train.NO_RULE: other}
-    assert demo_train.judge(ways) == []
+    ways = {training.THEIRS: good, training.OURS: good, training.NO_RULE: other}
+    assert training.judge(ways) == []
     for name, changes, fault in (
-        (demo_train.OURS, {"losses": [2.0, 1.0011]}, "losses differ by 1.1e-03, allowed 1e-03"),
-        (demo_train.OURS, {"losses": [2.0, float("nan")]}, "losses differ by nan"),
-        (demo_train.OURS, {"served": 3}, "3 of 4 calls reached deltanet_ext"),
-        (demo_train.NO_RULE, {"losses": [2.0, 1.01]}, "hardly depend on the rule"),
-        (demo_train.THEIRS, {"losses": [1.0, 1.0]}, "the loss did not fall"),
+        (training.OURS, {"losses": [2.0, 1.0011]}, "losses differ by 1.1e-03, allowed 1e-03"),
+        (training.OURS, {"losses": [2.0, float("nan")]}, "losses differ by nan"),
+        (training.OURS, {"served": 3}, "3 of 4 calls reached deltanet_ext"),
+        (training.NO_RULE, {"losses": [2.0, 1.01]}, "hardly depend on the rule"),
+        (training.THEIRS, {"losses": [1.0, 1.0]}, "the loss did not fall"),
     ):
         spoiled = ways | {name: dataclasses.replace(ways[name], **changes)}
-        assert any(fault in text for text in demo_train.judge(spoiled))
+        assert any(fault in text for text in training.judge(spoiled))
 
 
 @pytest.mark.slow
 def test_a_child_that_ends_early_is_an_error() -> None:
-    options = demo_train.Options(tokens=0, steps=1, hidden=64, key_heads=1)
+    options = training.Options(tokens=0, steps=1, hidden=64, key_heads=1)
     with pytest.raises(RuntimeError, match="transformers ended with exit code 1"):
-        demo_train.in_children(options, lambda way, loss: None)
+        training.in_children(options, lambda way, loss: None)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,10 @@ from typing import Any
 
 import torch
 
-from deltanet_ext import demo
+from deltanet_ext.demo import models
+from deltanet_ext.demo.judgement import RULE_MATTERS
+from deltanet_ext.demo.machine import choose_threads, environment, missing
+from deltanet_ext.demo.runs import CHUNK, clocked, counted_operators, replaced, without_output
 from deltanet_ext.integrations import transformers as switch
 
 MODEL = "qwen3_5"
@@ -101,7 +104,7 @@ def build(options: Options) -> torch.nn.Module:
     """The model of the demo with matrices about as large as transformers initializes them. With
     those of the demo, which keep logits apart, Adam would magnify rounding within a few steps."""
     sizes = dataclasses.asdict(options)
-    model = demo.build_model(MODEL, demo.Options(**sizes)).train()
+    model = models.build_model(MODEL, models.Options(**sizes)).train()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 2:
@@ -111,19 +114,19 @@ def build(options: Options) -> torch.nn.Module:
 
 def train(way: str, options: Options) -> Iterator[Training]:
     """One step each time that the next value is asked for; the values are all the same object."""
-    module = demo.modeling_file(MODEL)
+    module = models.modeling_file(MODEL)
     model, done = build(options), Training()
-    text = demo.prompt(options.tokens + STRIDE * options.steps)
+    text = models.prompt(options.tokens + STRIDE * options.steps)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     with contextlib.ExitStack() as stack:
         served: list[str] = []
         if way == OURS:
             stack.enter_context(switch.enabled())
-            served = stack.enter_context(demo.counted_operators())
+            served = stack.enter_context(counted_operators())
         elif way == NO_RULE:
-            without = {demo.CHUNK: demo.without_output(module)}
-            stack.enter_context(demo.replaced(module, **without))
-        calls = stack.enter_context(demo.clocked(module))
+            without = {CHUNK: without_output(module)}
+            stack.enter_context(replaced(module, **without))
+        calls = stack.enter_context(clocked(module))
         forget_peak()
         done.before = memory("VmRSS")
         for step in range(options.steps):
@@ -158,7 +161,7 @@ class Child:
 
     def __init__(self, way: str, options: Options) -> None:
         told = json.dumps({"way": way, "options": dataclasses.asdict(options)})
-        command = [sys.executable, "-W", "ignore", "-m", "deltanet_ext.demo_train", told]
+        command = [sys.executable, "-W", "ignore", "-m", "deltanet_ext.demo.training", told]
         self.way = way
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -208,7 +211,7 @@ def judge(ways: dict[str, Training]) -> list[str]:
     if not theirs.losses[-1] < theirs.losses[0]:
         faults.append("the loss did not fall, so agreement means little")
     without = apart(theirs, ways[NO_RULE])
-    if not without > demo.RULE_MATTERS * max(difference, AGREEMENT):
+    if not without > RULE_MATTERS * max(difference, AGREEMENT):
         faults.append("the losses hardly depend on the rule, so agreement means little")
     if ours.served != ours.calls or ours.calls == 0:
         faults.append(f"{ours.served} of {ours.calls} calls reached deltanet_ext")
@@ -243,17 +246,17 @@ def render(ways: dict[str, Training], faults: list[str]) -> Any:
 
 def main(options: Options, json_path: str | None = None) -> int:
     """Runs the demo and returns the exit code: 0 agreed, 1 did not, 2 something is missing."""
-    if (problem := demo.missing()) is not None:
+    if (problem := missing()) is not None:
         print(problem, file=sys.stderr)
         return 2
 
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    demo.choose_threads(options.threads)
+    choose_threads(options.threads)
     options = dataclasses.replace(options, threads=torch.get_num_threads())
     console = Console(highlight=False)
-    console.print(demo.environment(), markup=False)
+    console.print(environment(), markup=False)
     console.print(
         f"{options.steps} steps of {options.tokens} bytes of text, {2 * options.key_heads} value "
         f"heads on {options.key_heads} key heads of 128"
@@ -281,7 +284,7 @@ def main(options: Options, json_path: str | None = None) -> int:
         console.print(f"The times are disturbed: load {load:.1f} on {os.cpu_count()} cores.")
     if json_path is not None:
         result = {
-            "environment": demo.environment(),
+            "environment": environment(),
             "options": dataclasses.asdict(options),
             "ways": {way: dataclasses.asdict(training) for way, training in ways.items()},
             "faults": faults,
