@@ -54,10 +54,10 @@ class Case:
 
     @property
     def bounds(self) -> tuple[str, ...]:
-        """What may bound it: arithmetic, or one pass over the states; a few tokens, either."""
-        if not self.decode:
-            return ("GFLOP/s",)
-        return ("GB/s", "GFLOP/s") if self.tokens > 1 else ("GB/s",)
+        """What may bound it: arithmetic, or one pass over the states; where few tokens go with a
+        state, either."""
+        states = self.decode or self.sequences > 1
+        return (*(["GB/s"] if states else []), *(["GFLOP/s"] if self.tokens > 1 else []))
 
     @property
     def padded(self) -> Case:
@@ -67,7 +67,7 @@ class Case:
 
     @property
     def state_floats(self) -> int:
-        return self.batch * self.value_heads * self.key_dim * self.value_dim
+        return self.batch * self.sequences * self.value_heads * self.key_dim * self.value_dim
 
     def inputs(self, dtype: torch.dtype) -> dict[str, Any]:
         """Seeded inputs with gates as the models start with: A = U(1, 16), dt_bias = 1."""
