@@ -9,8 +9,9 @@
 //
 // Work split:  a task is some value heads of one key head and some columns of V, over a whole
 //              sequence.
-// Memory:      the first token reads the initial state where it lies and writes the final state,
-//              which is then updated in place: 2 K V elements per token and head.
+// Memory:      a token or two: the first reads the initial state where it lies and writes the final
+//              state, which is then updated in place, 2 K V elements per token and head. More: the
+//              state is cut into tiles of columns, and each stays in L1 for a block of tokens.
 //
 // Included inside an ISA namespace, after a vector type X.
 
@@ -20,25 +21,31 @@ struct RecurrentForward {
   using V = typename X::V;
   static constexpr int W = X::kLanes;
   static constexpr int kRow = kMaxHeadDim;
-  static constexpr int kRowsAhead = 16;
-  static_assert(kRow % W == 0);
+  static constexpr int kBlock = 16;        // tokens that are prepared together
+  static constexpr int kInRows = 2;        // up to so many tokens are not worth cutting into tiles
+  static constexpr int kTileColumns = 32;  // 16 KB of fp32 with K = 128, half of a small L1
+  static_assert(kRow % W == 0 && kTileColumns % W == 0 && kSegmentTokens % kBlock == 0);
 
   struct Scratch {
-    Real *k, *q, *v, *o;  // [kRow]  the current token, zero-padded; k and q normalized
+    Real *k, *q, *v, *o;  // [kBlock, kRow]  tokens, zero-padded; k and q normalized
+    Real *a, *b, *kq;     // [kBlock]  their decay, beta, k . q
     Real *x, *y;          // [kRow]  S^T k, then d; S^T q
-    Real* S;              // [K, columns]  working state, where the final state cannot hold it
+    Real* S;  // [K, columns] where the final state cannot hold it; or [tiles, K, kTileColumns]
     size_t bytes;
   };
   static Scratch carve(void* base, int dim_k, int columns) {
     ScratchCarver carver{static_cast<char*>(base)};
     Scratch s;
-    s.k = carver.take<Real>(kRow);
-    s.q = carver.take<Real>(kRow);
-    s.v = carver.take<Real>(kRow);
-    s.o = carver.take<Real>(kRow);
+    s.k = carver.take<Real>(kBlock * kRow);
+    s.q = carver.take<Real>(kBlock * kRow);
+    s.v = carver.take<Real>(kBlock * kRow);
+    s.o = carver.take<Real>(kBlock * kRow);
+    s.a = carver.take<Real>(kBlock);
+    s.b = carver.take<Real>(kBlock);
+    s.kq = carver.take<Real>(kBlock);
     s.x = carver.take<Real>(kRow);
     s.y = carver.take<Real>(kRow);
-    s.S = carver.take<Real>(size_t(dim_k) * columns);
+    s.S = carver.take<Real>(size_t(dim_k) * round_up(columns, kTileColumns));
     s.bytes = carver.used;
     return s;
   }
@@ -79,11 +86,12 @@ struct RecurrentForward {
     X::store(y, X::add(X::load(y), qS));
   }
   template <int kRows>
-  static DELTANET_INLINE void read_rows(const Scratch& s, const Real* S, int64_t ld, int row,
-                                        int columns) {
+  static DELTANET_INLINE void read_rows(const Scratch& s, int token, const Real* S, int64_t ld,
+                                        int row, int columns) {
+    const Real *const ks = s.k + token * kRow + row, *const qs = s.q + token * kRow + row;
     V k[kRows], q[kRows];
 #pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i) k[i] = X::set1(s.k[row + i]), q[i] = X::set1(s.q[row + i]);
+    for (int i = 0; i < kRows; ++i) k[i] = X::set1(ks[i]), q[i] = X::set1(qs[i]);
     Real *const x = s.x, *const y = s.y;
     S += row * ld;
     const int whole = columns / W * W, lanes = columns - whole;
@@ -94,11 +102,13 @@ struct RecurrentForward {
 
   // to = a from + k d^T for kRows rows
   template <int kRows, bool kStream>
-  static DELTANET_INLINE void write_rows(const Scratch& s, const Real* from, int64_t from_ld,
-                                         Real* to, int64_t to_ld, int row, V a, int columns) {
+  static DELTANET_INLINE void write_rows(const Scratch& s, int token, const Real* from,
+                                         int64_t from_ld, Real* to, int64_t to_ld, int row, V a,
+                                         int columns) {
+    const Real* const ks = s.k + token * kRow + row;
     V k[kRows];
 #pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i) k[i] = X::set1(s.k[row + i]);
+    for (int i = 0; i < kRows; ++i) k[i] = X::set1(ks[i]);
     const Real* const d = s.x;
     from += row * from_ld;
     to += row * to_ld;
@@ -124,132 +134,255 @@ struct RecurrentForward {
           X::fma(k[i], dc, X::mul(a, X::load_partial(from + i * from_ld + whole, lanes))), lanes);
   }
 
-  // One token. Reads the state `from` and writes the state `to`, which may be the same, or null:
-  // not wanted. Both sweeps run through memory row by row, the second one backwards, so that it
-  // finds the rows that were read last in L1. `next` is the state of the next head. `far` says that
-  // the states lie in memory; with kStream they are written past the caches, which saves reading
-  // lines only to overwrite them.
-  template <bool kStream>
-  static DELTANET_NOINLINE void step(const Scratch& s, const Real* from, int64_t from_ld, Real* to,
-                                     int64_t to_ld, int dim_k, int dim_v, Real a, Real b, Real kq,
-                                     Real scale, const Real* next, bool far) {
+  // What a token asks for ahead of time, while it reads and while it writes the state.
+  //
+  // A state in some cache: two pages ahead, since hardware prefetching stops at the end of each.
+  struct RowsAhead {
+    static constexpr int kRows = 16;
+    const Real *from, *next;  // this state, and that of the next head
+    int64_t ld, row_bytes;
+    int dim_k;
+    DELTANET_INLINE void reading(int row, int count) const {
+      for (int i = row + kRows; i < row + kRows + count; ++i)
+        prefetch(i < dim_k ? from + i * ld : next + (i - dim_k) * ld, row_bytes);
+    }
+    DELTANET_INLINE void writing(int, int) const {}
+  };
+  // A state in memory: a head ahead, one half of it in each sweep.
+  struct HeadAhead {
+    const Real* next;
+    int64_t ld, row_bytes;
+    int dim_k;
+    DELTANET_INLINE void reading(int row, int count) const {
+      for (int i = row / 2; i < (row + count) / 2; ++i) prefetch(next + i * ld, row_bytes);
+    }
+    DELTANET_INLINE void writing(int row, int count) const {
+      for (int i = row / 2; i < (row + count) / 2; ++i)
+        prefetch(next + (dim_k - 1 - i) * ld, row_bytes);
+    }
+  };
+  // A tile: the next one, a share of it in each token.
+  struct TileAhead {
+    const Real* next;  // null: none
+    int64_t ld, row_bytes;
+    int first, last, dim_k;
+    DELTANET_INLINE void reading(int row, int count) const {
+      if (!next) return;
+      const int rows = last - first;
+      for (int i = first + row * rows / dim_k; i < first + (row + count) * rows / dim_k; ++i)
+        prefetch(next + i * ld, row_bytes);
+    }
+    DELTANET_INLINE void writing(int, int) const {}
+  };
+
+  // One token, for some columns. Reads the state `from` and writes the state `to`, which may be the
+  // same, or null: not wanted. Both sweeps run through memory row by row, the second one backwards,
+  // so that it finds the rows that were read last in L1. With kStream the state is written past the
+  // caches, which saves reading lines only to overwrite them.
+  template <bool kStream, class Ahead>
+  static DELTANET_NOINLINE void step(const Scratch& s, int token, int column, int columns,
+                                     const Real* from, int64_t from_ld, Real* to, int64_t to_ld,
+                                     int dim_k, Real scale, const Ahead& ahead) {
     constexpr int R = X::kStateRows;
-    std::memset(s.x, 0, sizeof(Real) * kRow);
-    std::memset(s.y, 0, sizeof(Real) * kRow);
-    // A state in some cache is asked for two pages ahead, since hardware prefetching stops at the
-    // end of each; a state in memory a head ahead, one half of it in each sweep.
-    const int64_t row_bytes = dim_v * int64_t(sizeof(Real));
+    const Real* const v = s.v + token * kRow + column;
+    Real* const o = s.o + token * kRow + column;
+    std::memset(s.x, 0, sizeof(Real) * round_up(columns, W));
+    std::memset(s.y, 0, sizeof(Real) * round_up(columns, W));
     int row = 0;
     for (; row + R <= dim_k; row += R) {
-      if (far) {
-        for (int i = row / 2; i < (row + R) / 2; ++i) prefetch(next + i * from_ld, row_bytes);
-      } else {
-        for (int i = row + kRowsAhead; i < row + kRowsAhead + R; ++i)
-          prefetch(i < dim_k ? from + i * from_ld : next + (i - dim_k) * from_ld, row_bytes);
-      }
-      read_rows<R>(s, from, from_ld, row, dim_v);
+      ahead.reading(row, R);
+      read_rows<R>(s, token, from, from_ld, row, columns);
     }
-    for (; row < dim_k; ++row) read_rows<1>(s, from, from_ld, row, dim_v);
+    for (; row < dim_k; ++row) read_rows<1>(s, token, from, from_ld, row, columns);
 
-    for (int c = 0; c < dim_v; c += W) {
-      const V decay = X::set1(a);
-      const V d = X::mul(X::set1(b), X::fnma(decay, X::load(s.x + c), X::load(s.v + c)));
-      const V o = X::fma(X::set1(kq), d, X::mul(decay, X::load(s.y + c)));
+    const V decay = X::set1(s.a[token]), beta = X::set1(s.b[token]), kq = X::set1(s.kq[token]);
+    for (int c = 0; c < columns; c += W) {
+      const V d = X::mul(beta, X::fnma(decay, X::load(s.x + c), X::load(v + c)));
+      X::store(o + c, X::mul(X::set1(scale), X::fma(kq, d, X::mul(decay, X::load(s.y + c)))));
       X::store(s.x + c, d);
-      X::store(s.o + c, X::mul(X::set1(scale), o));
     }
     if (!to) return;
-    const V decay = X::set1(a);
-    while (row % R != 0) write_rows<1, kStream>(s, from, from_ld, to, to_ld, --row, decay, dim_v);
+    while (row % R != 0)
+      write_rows<1, kStream>(s, token, from, from_ld, to, to_ld, --row, decay, columns);
     while (row > 0) {
       row -= R;
-      if (far)
-        for (int i = row / 2; i < (row + R) / 2; ++i)
-          prefetch(next + (dim_k - 1 - i) * from_ld, row_bytes);
-      write_rows<R, kStream>(s, from, from_ld, to, to_ld, row, decay, dim_v);
+      ahead.writing(row, R);
+      write_rows<R, kStream>(s, token, from, from_ld, to, to_ld, row, decay, columns);
     }
   }
 
-  // Twice: both the old and the new states.
+  // Twice: both the old and the new states. Half of a large L3, which others use as well: with 32
+  // MB of it, states of 12 to 31 MB took 12.2 us each where those beyond, asked for early and
+  // written past the caches, took 9.5.
   static bool states_exceed_caches(const GatedDeltaRuleParams& p) {
-    constexpr int64_t kLargestCache = 32 << 20;
+    constexpr int64_t kLargestCache = 16 << 20;
     return 2 * int64_t(sizeof(Real)) * p.sequences * p.value_heads * p.dim_k * p.dim_v >
            kLargestCache;
   }
 
-  static void run_head(const GatedDeltaRuleParams& p, const RuleTask& task, const Scratch& s,
-                       int64_t head) {
-    const int columns = task.column_end - task.column_begin;
-    const int padded = round_up(columns, W), padded_k = round_up(p.dim_k, W);
-    const int64_t batch = p.sequence_batch(task.sequence);
-    const int64_t begin = p.sequence_begin(task.sequence), end = p.sequence_end(task.sequence);
+  // One value head of a task, over its sequence.
+  struct Head {
+    const GatedDeltaRuleParams& p;
+    const RuleTask& task;
+    const Scratch& s;
+    int64_t head, batch, begin, end;
+    int columns;
 
-    // Where the state lies between tokens: in the final state if its rows are contiguous.
-    Real* state = s.S;
-    int64_t state_ld = columns;
-    Matrix final_state{};
-    bool in_place = false;
-    if (p.final_state) {
-      final_state = head_state(p.final_state, task.sequence, head, task.column_begin);
-      in_place = final_state.column_stride == 1;
-      if (in_place) state = static_cast<Real*>(final_state.data), state_ld = final_state.row_stride;
-    }
-    // The first token may read the initial state in its place.
-    const Real* from = state;
-    int64_t from_ld = state_ld, next_head = 0;
-    const bool far = states_exceed_caches(p);
-    bool stream = false;
-    ConstMatrix initial{};
-    if (p.initial_state)
-      initial = head_state(p.initial_state, task.sequence, head, task.column_begin);
-    if (begin < end && p.initial_state && initial.column_stride == 1 &&
-        initial.dtype == own_dtype<Real>()) {
-      from = static_cast<const Real*>(initial.data);
-      from_ld = initial.row_stride;
-      next_head = p.initial_state.stride[1];
-      stream = in_place && end - begin == 1 && far && uintptr_t(state) % kScratchAlignment == 0 &&
-               state_ld * sizeof(Real) % kScratchAlignment == 0;
-    } else {
-      load_state<X>(p.initial_state ? &initial : nullptr, p.initial_state_is_identity,
-                    task.column_begin, p.dim_k, columns, state, int(state_ld), columns);
+    Head(const GatedDeltaRuleParams& p, const RuleTask& task, const Scratch& s, int64_t head)
+        : p(p),
+          task(task),
+          s(s),
+          head(head),
+          batch(p.sequence_batch(task.sequence)),
+          begin(p.sequence_begin(task.sequence)),
+          end(p.sequence_end(task.sequence)),
+          columns(task.column_end - task.column_begin) {}
+
+    template <class States>
+    auto state_of(const States& states, int64_t at, int column) const {
+      return head_state(states, at, head, task.column_begin + column);
     }
 
-    for (int64_t t = begin; t < end; ++t) {
-      if (p.saved_states && t > begin && (t - begin) % kSegmentTokens == 0)
-        store_state<X>(state, int(state_ld),
-                       head_state(p.saved_states, p.saved_state(batch, t), head, task.column_begin),
-                       p.dim_k, columns);
-      pack_rows<X>(head_rows(p.key, batch, t, task.key_head), 1, p.dim_k, s.k, kRow, 1, padded_k);
-      pack_rows<X>(head_rows(p.query, batch, t, task.key_head), 1, p.dim_k, s.q, kRow, 1, padded_k);
-      pack_rows<X>(head_rows(p.value, batch, t, head, task.column_begin), 1, columns, s.v, kRow, 1,
-                   padded);
-      if (p.l2norm) {
-        const V rk = X::set1(reciprocal_norm(dot(s.k, s.k, padded_k)));
-        const V rq = X::set1(reciprocal_norm(dot(s.q, s.q, padded_k)));
-        for (int i = 0; i < padded_k; i += W) {
-          X::store(s.k + i, X::mul(rk, X::load(s.k + i)));
-          X::store(s.q + i, X::mul(rq, X::load(s.q + i)));
+    // Tokens t to t + count, into scratch.
+    void prepare(int64_t t, int count) const {
+      const int padded_k = round_up(p.dim_k, W);
+      pack_rows<X>(head_rows(p.key, batch, t, task.key_head), count, p.dim_k, s.k, kRow, count,
+                   padded_k);
+      pack_rows<X>(head_rows(p.query, batch, t, task.key_head), count, p.dim_k, s.q, kRow, count,
+                   padded_k);
+      pack_rows<X>(head_rows(p.value, batch, t, head, task.column_begin), count, columns, s.v, kRow,
+                   count, round_up(columns, W));
+      load_gates<Real>(p, batch, t, head, count, s.a, s.b);
+      for (int i = 0; i < count; ++i) {
+        Real *const k = s.k + i * kRow, *const q = s.q + i * kRow;
+        if (p.l2norm) {
+          const V rk = X::set1(reciprocal_norm(dot(k, k, padded_k)));
+          const V rq = X::set1(reciprocal_norm(dot(q, q, padded_k)));
+          for (int j = 0; j < padded_k; j += W) {
+            X::store(k + j, X::mul(rk, X::load(k + j)));
+            X::store(q + j, X::mul(rq, X::load(q + j)));
+          }
         }
+        s.kq[i] = dot(k, q, padded_k);
+        s.a[i] = Real(std::exp(s.a[i]));
       }
-      Real g, beta;
-      load_gates<Real>(p, batch, t, head, 1, &g, &beta);
-      const bool wanted = t + 1 < end || p.final_state;
-      const auto token = from != state && stream ? step<true> : step<false>;
-      token(s, from, from_ld, wanted ? state : nullptr, state_ld, p.dim_k, columns,
-            Real(std::exp(g)), beta, dot(s.k, s.q, padded_k), Real(p.scale), from + next_head, far);
-      from = state;
-      from_ld = state_ld;
-      next_head = 0;
-      store_rows<X>(s.o, kRow, head_rows(p.output, batch, t, head, task.column_begin), 1, columns);
     }
-    if (p.final_state && !in_place)
-      store_state<X>(state, int(state_ld), final_state, p.dim_k, columns);
-  }
+    void store_outputs(int64_t t, int count) const {
+      store_rows<X>(s.o, kRow, head_rows(p.output, batch, t, head, task.column_begin), count,
+                    columns);
+    }
+
+    // The state as the tokens of this head would read it, where it can be read in its place.
+    ConstMatrix initial() const {
+      return p.initial_state ? state_of(p.initial_state, task.sequence, 0) : ConstMatrix{};
+    }
+    bool readable(const ConstMatrix& m) const {
+      return p.initial_state && m.column_stride == 1 && m.dtype == own_dtype<Real>();
+    }
+    void load(int column, int count, Real* to, int64_t ld) const {
+      ConstMatrix from{};
+      if (p.initial_state) from = state_of(p.initial_state, task.sequence, column);
+      load_state<X>(p.initial_state ? &from : nullptr, p.initial_state_is_identity,
+                    task.column_begin + column, p.dim_k, count, to, int(ld), count);
+    }
+
+    // A token or two: whole rows.
+    void run_rows() const {
+      // Where the state lies between tokens: in the final state if its rows are contiguous.
+      Real* state = s.S;
+      int64_t state_ld = columns;
+      Matrix final_state{};
+      bool in_place = false;
+      if (p.final_state) {
+        final_state = state_of(p.final_state, task.sequence, 0);
+        in_place = final_state.column_stride == 1;
+        if (in_place)
+          state = static_cast<Real*>(final_state.data), state_ld = final_state.row_stride;
+      }
+      // The first token may read the initial state in its place.
+      const Real* from = state;
+      int64_t from_ld = state_ld, next_head = 0;
+      const bool far = states_exceed_caches(p);
+      bool stream = false;
+      const ConstMatrix first = initial();
+      if (begin < end && readable(first)) {
+        from = static_cast<const Real*>(first.data);
+        from_ld = first.row_stride;
+        next_head = p.initial_state.stride[1];
+        stream = in_place && end - begin == 1 && far && uintptr_t(state) % kScratchAlignment == 0 &&
+                 state_ld * sizeof(Real) % kScratchAlignment == 0;
+      } else {
+        load(0, columns, state, state_ld);
+      }
+      const int count = int(end - begin);
+      if (count) prepare(begin, count);
+      for (int i = 0; i < count; ++i) {
+        Real* const to = i + 1 < count || p.final_state ? state : nullptr;
+        const int64_t row_bytes = columns * int64_t(sizeof(Real));
+        const Real* const next = from + next_head;
+        const auto token = [&](auto streams, const auto& ahead) {
+          step<decltype(streams)::value>(s, i, 0, columns, from, from_ld, to, state_ld, p.dim_k,
+                                         Real(p.scale), ahead);
+        };
+        if (!far)
+          token(std::false_type(), RowsAhead{from, next, from_ld, row_bytes, p.dim_k});
+        else if (stream)
+          token(std::true_type(), HeadAhead{next, from_ld, row_bytes, p.dim_k});
+        else
+          token(std::false_type(), HeadAhead{next, from_ld, row_bytes, p.dim_k});
+        from = state;
+        from_ld = state_ld;
+        next_head = 0;
+      }
+      if (count) store_outputs(begin, count);
+      if (p.final_state && !in_place)
+        store_state<X>(state, int(state_ld), final_state, p.dim_k, columns);
+    }
+
+    // More tokens: block by block, and in each of them tile by tile.
+    void run_tiles() const {
+      for (int64_t t = begin; t < end; t += kBlock) {
+        const int count = end - t < kBlock ? int(end - t) : kBlock;
+        prepare(t, count);
+        for (int c = 0; c < columns; c += kTileColumns) run_tile(t, count, c);
+        store_outputs(t, count);
+      }
+    }
+    void run_tile(int64_t t, int count, int c) const {
+      const int width = min_of(kTileColumns, columns - c);
+      Real* const S = s.S + size_t(c) * p.dim_k;
+      TileAhead ahead{nullptr, 0, width * int64_t(sizeof(Real)), 0, 0, p.dim_k};
+      if (t == begin) {
+        load(c, width, S, kTileColumns);
+        const ConstMatrix first = initial();
+        if (readable(first)) {
+          const bool last = c + kTileColumns >= columns;
+          ahead.next = static_cast<const Real*>(first.data);
+          ahead.next += last ? p.initial_state.stride[1] : c + kTileColumns;
+          ahead.ld = first.row_stride;
+        }
+      } else if (p.saved_states && (t - begin) % kSegmentTokens == 0) {
+        store_state<X>(S, kTileColumns, state_of(p.saved_states, p.saved_state(batch, t), c),
+                       p.dim_k, width);
+      }
+      for (int i = 0; i < count; ++i) {
+        const bool wanted = t + i + 1 < end || p.final_state;
+        ahead.first = p.dim_k * i / count;
+        ahead.last = p.dim_k * (i + 1) / count;
+        step<false>(s, i, c, width, S, kTileColumns, wanted ? S : nullptr, kTileColumns, p.dim_k,
+                    Real(p.scale), ahead);
+      }
+      if (t + count == end && p.final_state)
+        store_state<X>(S, kTileColumns, state_of(p.final_state, task.sequence, c), p.dim_k, width);
+    }
+  };
 
   static void run(const GatedDeltaRuleParams& p, const RuleTask& task, void* scratch) {
     const Scratch s = carve(scratch, p.dim_k, task.column_end - task.column_begin);
-    for (int64_t head = task.value_head_begin; head < task.value_head_end; ++head)
-      run_head(p, task, s, head);
+    for (int64_t h = task.value_head_begin; h < task.value_head_end; ++h) {
+      const Head head(p, task, s, h);
+      head.end - head.begin > kInRows ? head.run_tiles() : head.run_rows();
+    }
     X::finish_streams();
   }
 };
