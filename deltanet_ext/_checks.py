@@ -312,6 +312,7 @@ def _contents_are_at_hand(x: Tensor) -> bool:
         and type(x) in (Tensor, torch.nn.Parameter)
         and x.is_cpu
         and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
     )
 
 
@@ -412,6 +413,16 @@ def refuse_tangents(*args: Any) -> None:
             raise NotImplementedError(
                 "deltanet_ext: forward-mode gradients are not built yet; "
                 "use torch.autograd (reverse mode)"
+            )
+
+
+def refuse_transforms(*args: Any) -> None:
+    """torch.func.grad and its kin go another way than torch.autograd. `vmap` does not."""
+    for x in args:
+        if isinstance(x, Tensor) and torch._C._functorch.is_gradtrackingtensor(x):
+            raise NotImplementedError(
+                "deltanet_ext: the gradients of torch.func (grad, vjp, jacrev) are not built; "
+                "use torch.autograd"
             )
 
 

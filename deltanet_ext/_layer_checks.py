@@ -11,6 +11,7 @@ from torch import Tensor
 from deltanet_ext._checks import (
     _FLOATS,
     _INDICES,
+    _contents_are_at_hand,
     _dtype,
     _explain_cu_seqlens,
     _explain_flags,
@@ -89,6 +90,13 @@ def check_convolution(
     ):
         if states is not None:
             _explain_states(call, name, states, x, "[N, D, W - 1]", wanted)
+    if final_states_out is not None:
+        _need_own_memory(call, "final_states_out", final_states_out)
+        if torch.is_grad_enabled() and final_states_out.is_leaf and final_states_out.requires_grad:
+            raise ValueError(
+                f"{call}: final_states_out is a leaf that requires grad; supported: one that "
+                "can be overwritten"
+            )
 
 
 def check_update(
@@ -114,6 +122,8 @@ def check_update(
         _explain_convolution(call, x, weight, bias, ranks=(2, 3))
         _explain_activation(call, activation)
         _explain_pool(call, x, conv_state, weight, conv_state_indices)
+    if not conv_state.is_contiguous():
+        _need_own_memory(call, "conv_state", conv_state)
     if torch.is_grad_enabled():
         for name, given in (
             ("x", x),
@@ -289,7 +299,37 @@ def _explain_pool(
         _need_device_of(call, "conv_state_indices", indices, x)
         _need_dtype(call, "conv_state_indices", indices, _INDICES)
         _need_shape(call, "conv_state_indices", indices, "[B]", (batch,))
+        if _contents_are_at_hand(indices):
+            _explain_slots(call, indices.tolist(), slots)
     _explain_states(call, "conv_state", conv_state, x, "[N, D, S]", (slots, channels, kept))
+
+
+def _explain_slots(call: str, indices: list[int], slots: int) -> None:
+    taken = set()
+    for row, slot in enumerate(indices):
+        if slot >= slots:
+            raise ValueError(
+                f"{call}: conv_state_indices has {slot} at position {row}; supported: below the "
+                f"{slots} states, or negative for none"
+            )
+        if slot in taken:
+            raise ValueError(
+                f"{call}: conv_state_indices has {slot} twice; two rows would write one state"
+            )
+        if slot >= 0:
+            taken.add(slot)
+
+
+def _need_own_memory(call: str, name: str, written: Tensor) -> None:
+    """Elements that share memory cannot be written one by one."""
+    reach = 0
+    for stride, size in sorted(zip(written.stride(), written.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            raise ValueError(
+                f"{call}: {name} overlaps itself (shape {_shape(written)}, strides "
+                f"{tuple(written.stride())}); supported: elements with memory of their own"
+            )
+        reach += stride * (size - 1) if size > 1 else 0
 
 
 def _need_device_of(call: str, name: str, given: Tensor, x: Tensor) -> None:

@@ -70,11 +70,14 @@ def _run(operator: Callable[..., Any], *args: Any, saving: Callable[..., Any] | 
     decode step's few dozen, so eager calls that need no gradient go below it.
     """
     compiling = torch.compiler.is_compiling()
+    transformed = not compiling and _in_transform()
     if not compiling and forward_ad._current_level >= 0:
         _checks.refuse_tangents(*args)
+    if transformed:
+        _checks.refuse_transforms(*args)
     if torch.is_grad_enabled() and _any_requires_grad(args):
         return (saving or operator)(*args)
-    if compiling:
+    if compiling or transformed:
         return operator(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*args)
@@ -112,6 +115,7 @@ def _run_rule(
         and {*map(type, flags)} == {bool}  # the operator would take 1 for True
         and forward_ad._current_level < 0
         and not torch.compiler.is_compiling()
+        and not _in_transform()
     ):
         try:
             factor = query.shape[-1] ** -0.5 if scale is None else scale
@@ -126,6 +130,11 @@ def _run_rule(
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     out, state, *_ = _run(operator, *tensors, factor, output_final_state, *flags, saving=saving)
     return out, state if output_final_state else None
+
+
+def _in_transform() -> bool:
+    """Inside torch.vmap or torch.func, whose tensors hide that those they wrap need gradients."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _are_plain_cpu_tensors(tensors: tuple[Any, ...]) -> bool:

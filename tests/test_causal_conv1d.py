@@ -650,6 +650,18 @@ UPDATE_ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "indices of another batch": (
         ValueError, "conv_state_indices has shape [3]; supported: [B] = [2]",
         updating(conv_state_indices=zeros(3, dtype=torch.int64))),
+    "an index too large": (
+        ValueError, "conv_state_indices has 2 at position 1; supported: below the 2 states",
+        updating(conv_state_indices=torch.tensor([0, 2]))),
+    "an index twice": (
+        ValueError, "conv_state_indices has 1 twice; two rows would write one state",
+        updating(conv_state_indices=torch.tensor([1, 1]))),
+    "state is expanded": (
+        ValueError, "conv_state overlaps itself (shape [2, 24, 4], strides (0, 4, 1))",
+        updating(conv_state=zeros(1, 24, 4).expand(2, 24, 4))),
+    "states overlap": (
+        ValueError, "conv_state overlaps itself (shape [2, 24, 4], strides (72, 3, 1))",
+        updating(conv_state=zeros(200).as_strided((2, 24, 4), (72, 3, 1)))),
     "gelu": (
         ValueError, "activation is 'gelu'; supported: None, 'silu', 'swish'",
         updating(activation="gelu")),
