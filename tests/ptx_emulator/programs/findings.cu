@@ -202,6 +202,33 @@ __global__ void counter(int* x) {
   else
     x[0] = x[0] + 1;
 }
+// A plain write, after which its writer takes part in the atomics of everybody.
+template <bool kSync>
+__global__ void counter_set_first(int* out) {
+  __shared__ int count;
+  if (threadIdx.x == 0) count = 0;
+  if (kSync) __syncthreads();
+  atomicAdd(&count, 1);
+  __syncthreads();
+  out[threadIdx.x] = count;
+}
+__global__ void counter_set_by_a_block(int* x) {
+  if (threadIdx.x != 0) return;
+  if (blockIdx.x == 0) x[0] = 0;
+  atomicAdd(x, 1);
+}
+// A plain write by one of those who took part in atomics.
+template <bool kSync>
+__global__ void counter_set_last(int* out) {
+  __shared__ int count;
+  if (threadIdx.x == 0) count = 0;
+  __syncthreads();
+  atomicAdd(&count, 1);
+  if (kSync) __syncthreads();
+  if (threadIdx.x == 63) count = 5;
+  __syncthreads();
+  out[threadIdx.x] = count;
+}
 // Each block leaves a partial sum; the last one to finish adds them up.
 template <bool kFence>
 __global__ void last_block(float* partial, unsigned* done, float* out) {
@@ -453,6 +480,11 @@ int main(int argc, char** argv) {
   RUN(blocks_in_two_launches, same_place<<<1, 32>>>(x, false); same_place<<<1, 32>>>(x, false));
   RUN(block_reads_another, read_of_another_block<<<2, 32>>>(x));
   RUN(halves_of_a_word, halves_of_a_word<<<2, 32>>>(reinterpret_cast<unsigned short*>(n)));
+  RUN(counter_set_without_barrier, counter_set_first<false><<<1, 64>>>(n));
+  RUN(counter_set_with_barrier, counter_set_first<true><<<1, 64>>>(n));
+  RUN(counter_set_by_a_block, counter_set_by_a_block<<<4, 32>>>(n));
+  RUN(counter_set_too_early, counter_set_last<false><<<1, 64>>>(n));
+  RUN(counter_set_in_time, counter_set_last<true><<<1, 64>>>(n));
   RUN(counter_plain, counter<false><<<4, 1>>>(n));
   RUN(counter_atomic, counter<true><<<4, 32>>>(n));
   RUN(last_block_without_fence, last_block<false><<<4, 32>>>(x, u, y));

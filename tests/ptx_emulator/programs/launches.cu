@@ -65,6 +65,27 @@ int main() {
                        opt_in - (16 << 10) + 16),
       expect("static and dynamic above all there is", cudaErrorInvalidValue);
 
+  // What the host asks for is held to allocations, too.
+  char host[64] = {};
+  char *small = nullptr, *freed = nullptr;
+  cudaMalloc(&small, sizeof host), cudaMalloc(&freed, sizeof host), cudaFree(freed);
+  const auto refused = [](const char* what, cudaError_t e) {
+    report(what, e == cudaErrorInvalidValue);
+    cudaGetLastError();
+  };
+  report("a set to the end", cudaMemset(small, 0, 64) == cudaSuccess);
+  refused("a set past the end", cudaMemset(small, 0, 65));
+  refused("a set of nothing known", cudaMemset(nullptr, 0, 1));
+  refused("a set of host memory", cudaMemset(host, 0, 64));
+  refused("a set of freed memory", cudaMemsetAsync(freed, 0, 64, cudaStreamPerThread));
+  report("a copy to the end", !cudaMemcpy(small, host, 64, cudaMemcpyHostToDevice));
+  refused("a copy past the end", cudaMemcpy(small + 1, host, 64, cudaMemcpyHostToDevice));
+  refused("a copy from past the end", cudaMemcpy(host, small + 1, 64, cudaMemcpyDeviceToHost));
+  refused("a copy of freed memory", cudaMemcpy(small, freed, 64, cudaMemcpyDeviceToDevice));
+  refused("host memory as the device's", cudaMemcpy(host, small, 64, cudaMemcpyHostToDevice));
+  refused("a pointer of unknown kind past the end", cudaMemcpy(host, small, 65, cudaMemcpyDefault));
+  cudaFree(small);
+
   Array<float> y(6);
   read_by_all<<<6, 1>>>(x, y);
   write_one<<<1, 1>>>(x);  // no race: the readers belong to an earlier launch

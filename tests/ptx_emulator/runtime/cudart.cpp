@@ -219,13 +219,34 @@ void do_set(void* to, int value, size_t bytes) {
   std::memset(to, value, bytes);
   mark_written(to, bytes);
 }
+// Whether the device may touch so many bytes there.
+cudaError_t check_range(const char* call, const void* p, size_t bytes) {
+  const uint64_t address = reinterpret_cast<uint64_t>(p);
+  const Allocation* a = find_allocation(address);
+  if (!bytes || (a && address + bytes <= a->address + a->size)) return cudaSuccess;
+  char what[160];
+  std::snprintf(what, sizeof what, "%s of %zu bytes at %p, %s", call, bytes, p,
+                a ? "past the end of the allocation" : "which is in no allocation");
+  return refuse(cudaErrorInvalidValue, "%s", what);
+}
 bool is_device(const void* p) { return find_allocation(reinterpret_cast<uint64_t>(p)) != nullptr; }
+cudaError_t check_copy(const char* call, const void* to, const void* from, size_t bytes,
+                       cudaMemcpyKind kind) {
+  const bool guess = kind == cudaMemcpyDefault;
+  const bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+  const bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+  if (to_device || (guess && is_device(to)))
+    if (cudaError_t e = check_range(call, to, bytes)) return e;
+  if (from_device || (guess && is_device(from))) return check_range(call, from, bytes);
+  return cudaSuccess;
+}
 
 cudaError_t copy_async(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                        cudaStream_t stream) {
   std::lock_guard<std::recursive_mutex> lock(state().mutex);
   if (cudaError_t e = implicit_in_capture(stream, "cudaMemcpyAsync on the default stream"))
     return e;
+  if (cudaError_t e = check_copy("cudaMemcpyAsync", to, from, bytes, kind)) return e;
   if (CUstream_st* s = capturing_stream(stream)) {
     const bool to_host =
         kind == cudaMemcpyDeviceToHost || (kind == cudaMemcpyDefault && !is_device(to));
@@ -371,7 +392,9 @@ cudaError_t cudaFreeAsync(void* p, cudaStream_t stream) {
   LOCKED;
   if (cudaError_t e = implicit_in_capture(stream, "cudaFreeAsync on the default stream")) return e;
   if (capturing_stream(stream)) return cudaSuccess;  // the graph keeps its memory
-  return !p || release(p) ? cudaSuccess : result(cudaErrorInvalidValue);
+  return !p || release(p) ? cudaSuccess
+                          : refuse(cudaErrorInvalidValue, "%s",
+                                   "cudaFreeAsync of what cudaMallocAsync did not return");
 }
 cudaError_t cudaMallocManaged(void** p, size_t bytes, unsigned) { return cudaMalloc(p, bytes); }
 cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) {
@@ -385,9 +408,10 @@ cudaError_t cudaFreeHost(void* p) {
   std::free(p);
   return cudaSuccess;
 }
-cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
   LOCKED;
   REFUSE_IN_CAPTURE("cudaMemcpy");
+  if (cudaError_t e = check_copy("cudaMemcpy", to, from, bytes, kind)) return e;
   do_copy(to, from, bytes);
   return cudaSuccess;
 }
@@ -398,6 +422,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 cudaError_t cudaMemset(void* to, int value, size_t bytes) {
   LOCKED;
   REFUSE_IN_CAPTURE("cudaMemset");
+  if (cudaError_t e = check_range("cudaMemset", to, bytes)) return e;
   do_set(to, value, bytes);
   return cudaSuccess;
 }
@@ -405,6 +430,7 @@ cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stre
   LOCKED;
   if (cudaError_t e = implicit_in_capture(stream, "cudaMemsetAsync on the default stream"))
     return e;
+  if (cudaError_t e = check_range("cudaMemsetAsync", to, bytes)) return e;
   if (CUstream_st* s = capturing_stream(stream))
     s->graph->operations.push_back({Operation::kSet, {}, to, nullptr, bytes, value});
   else

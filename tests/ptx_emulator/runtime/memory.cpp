@@ -223,15 +223,17 @@ bool of_earlier_launch(const Current& a, uint32_t block) {
 
 Conflict check_group(const Current& a, const Readers& r) {
   if (!r.block || (r.strong && a.strong)) return {};
+  const char* const kind = r.writes ? "write" : "read";
+  if (!r.writes && !a.writes) return {};
   if (r.block == kSeveralBlocks) {  // only an exact answer may be a finding
     if (of_earlier_launch(a, r.time) || knows_foreign(a.t)) return {};
-    return {"read", 0, 0, r.site};
+    return {kind, 0, 0, r.site};
   }
   if (r.block == a.b->serial ? r.time <= a.b->floor : a.is_shared || of_earlier_launch(a, r.block))
     return {};
   for (uint32_t lanes = r.lanes; lanes; lanes &= lanes - 1) {
     const uint32_t thread = r.warp * 32u + uint32_t(__builtin_ctz(lanes));
-    if (!ordered(a, r.block, thread, r.time)) return {"read", r.block, thread, r.site};
+    if (!ordered(a, r.block, thread, r.time)) return {kind, r.block, thread, r.site};
   }
   return {};
 }
@@ -248,12 +250,13 @@ Conflict check_readers(Extras& x, const Cell& cell, const Current& a) {
 // it, or to it.
 bool superseded(const Current& a, const Readers& r) {
   if (r.block == a.b->serial)
-    return r.time <= a.b->floor ||
-           (r.warp == a.t->warp && r.lanes == 1u << a.t->lane && r.strong == a.strong);
+    return r.time <= a.b->floor || (r.warp == a.t->warp && r.lanes == 1u << a.t->lane &&
+                                    r.strong == a.strong && r.writes <= a.writes);
   return a.is_shared || of_earlier_launch(a, r.block == kSeveralBlocks ? r.time : r.block);
 }
 bool joins(const Current& a, Readers& r) {
-  if (r.block != a.b->serial || r.time != a.t->now || r.warp != a.t->warp || r.strong != a.strong)
+  if (r.block != a.b->serial || r.time != a.t->now || r.warp != a.t->warp || r.strong != a.strong ||
+      r.writes != a.writes)
     return false;
   r.lanes |= 1u << a.t->lane;
   return true;
@@ -261,7 +264,8 @@ bool joins(const Current& a, Readers& r) {
 void add_reader(Extras& x, Cell& cell, const Current& a) {
   for (Readers& r : cell.readers)
     if (joins(a, r)) return;
-  const Readers me{a.b->serial, a.t->now, 1u << a.t->lane, a.site, uint16_t(a.t->warp), a.strong};
+  const Readers me{a.b->serial,         a.t->now, 1u << a.t->lane, a.site,
+                   uint16_t(a.t->warp), a.strong, a.writes};
   for (Readers& r : cell.readers)
     if (!r.block || superseded(a, r)) {
       r = me;
@@ -269,7 +273,14 @@ void add_reader(Extras& x, Cell& cell, const Current& a) {
     }
   if (cell.readers[0].block != a.b->serial && cell.readers[1].block != a.b->serial) {
     // A third block reads this word, as blocks do with weights: remember that, not each of them.
-    cell.readers[1] = {kSeveralBlocks, a.b->serial, 0, cell.readers[1].site, 0, false};
+    const Readers &first = cell.readers[0], &second = cell.readers[1];
+    cell.readers[1] = {kSeveralBlocks,
+                       a.b->serial,
+                       0,
+                       second.site,
+                       0,
+                       first.strong && second.strong,
+                       first.writes || second.writes};
     cell.readers[0] = me;
     if (cell.many) forget_list(x, cell);
     return;
@@ -289,15 +300,16 @@ Conflict check_cell(Extras& x, Cell& cell, const Current& a) {
   const Stamp& w = cell.write;
   if (w.block) {
     const bool pending = w.pending && w.block == a.b->serial;
-    if (pending || (!(w.strong && a.strong) && !ordered(a, w)))
-      return {"write", w.block, w.thread, w.site, pending};
+    if (pending || !ordered(a, w)) return {"write", w.block, w.thread, w.site, pending};
   }
-  if (a.writes) {
+  if (a.writes || w.atomics)
     if (const Conflict c = check_readers(x, cell, a); c.kind) return c;
+  if (a.writes && !a.strong) {
     forget_readers(x, cell);
-    cell.write = {a.b->serial, a.t->now, a.site, uint16_t(a.t->index), a.strong, a.pending};
+    cell.write = {a.b->serial, a.t->now, a.site, uint16_t(a.t->index), a.pending};
   } else {
     add_reader(x, cell, a);
+    if (a.writes) cell.write.atomics = true;
   }
   return {};
 }
@@ -346,7 +358,7 @@ Conflict check_cells(Shadow& s, Extras& x, Current& a, uint32_t size) {
     }
     for (int i = 0; i < 4; i++)
       if (const Conflict c = check_cell(x, byte_cells(x, word)[i], a); c.kind) return c;
-    if (a.writes) join_bytes(x, word);  // the word is one again
+    if (a.writes && !a.strong) join_bytes(x, word);  // the word is one again
   }
   return {};
 }
@@ -373,7 +385,7 @@ void settle_async(Thread* t, uint8_t* to, uint32_t size, int site) {
   const uint64_t offset = uint64_t(to - t->shared);
   Shadow& s = t->block->worker->shared_shadow;
   if (settings_.races) {
-    const Stamp stamp{t->block->serial, t->now, site, uint16_t(t->index), false, false};
+    const Stamp stamp{t->block->serial, t->now, site, uint16_t(t->index), false};
     for (uint64_t w = offset / 4; w < (offset + size) / 4; w++) s.cells[w].write = stamp;
   }
 }

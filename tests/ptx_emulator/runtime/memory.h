@@ -12,21 +12,23 @@ namespace ptx {
 
 struct Thread;
 
-// The last write, as the race check remembers it.
+// The last plain write, as the race check remembers it. Atomic and volatile ones do not replace it:
+// whoever is unordered with the plain one is so whatever its writer did later.
 struct Stamp {
   uint32_t block = 0;  // serial of the block; 0: none
   uint32_t time = 0;
   int32_t site = 0;
   uint16_t thread = 0;
-  bool strong = false;   // atomic, volatile or relaxed
   bool pending = false;  // a cp.async that nobody has waited for
+  bool atomics = false;  // since then others wrote, too, and stand among the readers
 };
-// Lanes of one warp that read at the same time, since that write.
+// Lanes of one warp that read at the same time since that write, or wrote by atomic, volatile or
+// relaxed accesses (`strong`), which may meet each other unordered.
 struct Readers {
   uint32_t block = 0, time = 0, lanes = 0;
   int32_t site = 0;
   uint16_t warp = 0;
-  bool strong = false;
+  bool strong = false, writes = false;
 };
 // One word of memory. Two groups of readers fit, which is what most words see; more make a list.
 struct Cell {
