@@ -31,6 +31,13 @@ __global__ void shared_by_pointer(float* out, int i) {
   p[i] = 3;
 }
 
+__global__ void local_at(float* out, int i) {
+  volatile float box[8];
+  for (int k = 0; k < 8; ++k) box[k] = k;
+  box[i] = 9;
+  out[0] = box[3] + box[7];
+}
+
 // ---- alignment ----
 
 __global__ void load4(const float* x, float4* out) {
@@ -480,6 +487,10 @@ int main(int argc, char** argv) {
   RUN(blocks_in_two_launches, same_place<<<1, 32>>>(x, false); same_place<<<1, 32>>>(x, false));
   RUN(block_reads_another, read_of_another_block<<<2, 32>>>(x));
   RUN(halves_of_a_word, halves_of_a_word<<<2, 32>>>(reinterpret_cast<unsigned short*>(n)));
+  RUN(local_past_the_end, local_at<<<1, 1>>>(x, 8));
+  RUN(local_before_the_start, local_at<<<1, 1>>>(x, -1));
+  RUN(local_far_away, local_at<<<1, 1>>>(x, 1000000));
+  RUN(local_to_the_end, local_at<<<1, 1>>>(x, 7));
   RUN(counter_set_without_barrier, counter_set_first<false><<<1, 64>>>(n));
   RUN(counter_set_with_barrier, counter_set_first<true><<<1, 64>>>(n));
   RUN(counter_set_by_a_block, counter_set_by_a_block<<<4, 32>>>(n));

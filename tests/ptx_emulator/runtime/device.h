@@ -115,6 +115,8 @@ int device_printf(const char* format, const uint8_t* arguments);
 [[noreturn]] void bad_shared_access(Thread*, int site, uint64_t offset, uint32_t size);
 [[noreturn]] void misaligned_access(Thread*, int site, uint64_t address, uint32_t size,
                                     bool shared);
+[[noreturn]] void bad_local_access(Thread*, int site, uint64_t offset, uint32_t size,
+                                   uint32_t bytes);
 // What an access goes through that is misaligned, outside shared memory, or watched.
 void check_shared(Thread*, int site, uint32_t offset, uint32_t size, Access);
 void check_generic(Thread*, int site, uint64_t address, uint32_t size, Access);
@@ -134,6 +136,16 @@ inline uint8_t* shared_at(Thread* c, uint32_t offset, uint32_t size, int site, A
 inline uint8_t* generic_at(Thread* c, uint64_t address, uint32_t size, int site, Access access) {
   const bool check = ((address & (size - 1)) != 0) | watching;
   if (__builtin_expect(check, 0)) check_generic(c, site, address, size, access);
+  return reinterpret_cast<uint8_t*>(address);
+}
+// `arrays`: the local arrays of the function, which lie side by side.
+inline uint8_t* local_at(Thread* c, uint64_t address, uint32_t size, int site,
+                         const uint8_t* arrays, uint32_t bytes) {
+  const uint64_t offset = address - reinterpret_cast<uint64_t>(arrays);
+  const bool outside = (offset >= bytes) | (offset + size > bytes);
+  if (__builtin_expect(outside, 0)) bad_local_access(c, site, offset, size, bytes);
+  if (__builtin_expect((address & (size - 1)) != 0, 0))
+    misaligned_access(c, site, address, size, false);
   return reinterpret_cast<uint8_t*>(address);
 }
 template <class T>

@@ -179,6 +179,10 @@ void bad_shared_access(Thread* t, int site, uint64_t offset, uint32_t size) {
   fault(t, site, kOutside, "%u bytes of shared memory at offset 0x%lx; the block has %u bytes",
         size, (unsigned long)offset, t->shared_size);
 }
+void bad_local_access(Thread* t, int site, uint64_t offset, uint32_t size, uint32_t bytes) {
+  fault(t, site, kOutside, "%u bytes at offset %ld of the function's local arrays of %u bytes",
+        size, long(offset), bytes);
+}
 void misaligned_access(Thread* t, int site, uint64_t address, uint32_t size, bool shared) {
   fault(t, site, kMisaligned, "an access of %u bytes at %s 0x%lx must be aligned to %u", size,
         shared ? "shared offset" : "address", (unsigned long)address, size);

@@ -53,6 +53,7 @@ class FunctionEmitter:
         self.code: list[str] = []
         self.pending: dict[str, int] = {}
         self.local_bytes = 0
+        self.local_arrays: list[tuple[str, int]] = []  # name, bytes
         self.shared_bytes = 0
         self.uses: set[str] = set()  # module-level shared variables and called functions
         self.targets: dict[str, list[str]] = {}
@@ -173,10 +174,14 @@ class FunctionEmitter:
         text = f"({text} + {offset}ll)" if offset else text
         if space == "param" or (symbol and symbol[0] == "param"):
             return f"(uint8_t*)(uintptr_t)({text})"
-        if space == "local" and symbol:
-            return f"(uint8_t*)(uintptr_t)({text})"
         if space == "shared" or (not space and symbol and symbol[0] == "shared"):
             return f"shared_at(c, {text}, {size}, {self.site(i)}, {access})"
+        if space == "local" and len(self.local_arrays) == 1:  # nvcc lays all of them into one
+            name, limit = self.local_arrays[0]
+            at = f"(uint64_t)(uintptr_t)({text})"
+            return f"local_at(c, {at}, {size}, {self.site(i)}, {name}, {limit})"
+        if space == "local":
+            return f"(uint8_t*)(uintptr_t)({text})"
         return f"generic_at(c, (uint64_t)({text}), {size}, {self.site(i)}, {access})"
 
     def vector(self, operand: str) -> list[str]:
@@ -229,6 +234,8 @@ class FunctionEmitter:
                 f"alignas({max(v.alignment, 16)}) uint8_t {name}[{max(v.bytes, 1)}];"
             )
             self.local_bytes += v.bytes
+            if v.space == "local":
+                self.local_arrays.append((name, v.bytes))
             self.scopes[-1][v.name] = (v.space, name)
             return
         self.module.declare(v)
