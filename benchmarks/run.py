@@ -20,7 +20,6 @@ process of its own; the columns with a star) with a malloc that keeps its memory
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import functools
 import json

@@ -195,11 +195,23 @@ def test_packed_sequences_are_as_if_alone(poison: None) -> None:
 # ---- the same bits ---------------------------------------------------------------------
 
 
-def test_same_bits_twice_and_for_any_number_of_threads(threads: Callable[[int], None]) -> None:
-    case = Case("bits", B=2, T=200, HK=2, HV=4, K=40, V=48, raw_gate=True, state=torch.float32)
+BITS = [
+    Case("bits", B=2, T=200, HK=2, HV=4, K=40, V=48, raw_gate=True, state=torch.float32),
+    # Fewer key heads than workers, chunks in pieces, a second segment.
+    Case("bits, one key head", T=SEGMENT_TOKENS + 300, HK=1, HV=3, K=40, V=48, g="positive",
+         state=torch.float32),
+    Case("bits, one key head, packed", T=3000, HK=1, HV=2, K=24, V=20, raw_gate=True,
+         cu=(0, 1200, 1200, 1300, 2990), state=torch.float32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BITS, ids=str)
+def test_same_bits_twice_and_for_any_number_of_threads(
+    case: Case, threads: Callable[[int], None]
+) -> None:
     threads(1)
     want = ours(case)
-    for count in (1, 2, 3):
+    for count in (1, 2, 3, 8):
         threads(count)
         for name, x in ours(case).items():
             assert_same_bits(x, want[name], f"d{name} with {count} threads")

@@ -237,7 +237,7 @@ def test_a_map_that_overflows_is_nan_and_never_a_wrong_number(poison: None) -> N
     case = Case("overflow", T=4 * 176, HV=1, K=8, V=8, g="zero", state=FP32)
     args = case.inputs()
     args["g"][:, 175], args["g"][:, 176:352] = -torch.inf, 1.0
-    args["value"][:, 176:] = 0
+    args["value"][:, 175:] = 0
     d_out, d_state = upstream(case, FP32)
     d_out[:, 176:], d_state = 0, torch.zeros_like(d_state)
 
@@ -252,9 +252,9 @@ def test_a_map_that_overflows_is_nan_and_never_a_wrong_number(poison: None) -> N
         cut = backward(CHUNK, leaves(args), d_out, d_state)
     assert cut["initial_state"].isnan().all()
     for name in NAMES[:5]:
-        assert cut[name][:, :176].isnan().any(), name
         known = ~cut[name].isnan()
         assert known[:, 176:].all(), name
+        assert known[:, :176].all() == (name == "query"), name  # dq reads no adjoint state
         assert rmse_ratio(cut[name][known], want[name][known]) <= FP32_FLOOR, name
 
 

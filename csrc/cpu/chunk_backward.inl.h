@@ -7,10 +7,12 @@
 //   dS <- gamma dS + (diag(s e) Q)^T dO - (diag(b e) K)^T Z   the adjoint state, chunks in reverse
 //   A   = s (dO N^T) o D,   B = -(Z N^T) o D,                 and from them dQ, dK, dbeta, dg
 //
-// Work split:  a task is one key head with all its value heads and all columns of V, over a whole
-//              sequence: dQ and dK are sums over the heads, taken here in their order.
-// Memory:      segment by segment, from the last: what chunk_recompute.inl.h makes of it, then its
-//              chunks in reverse, one value head at a time. Nothing grows with T.
+// Work split:  a task is value heads of one key head, over a whole sequence, with dQ and dK as sums
+//              over these heads in their order. It runs segment by segment, from the last one, so
+//              that tasks of the same key head may add up theirs after each.
+// Memory:      of a segment, what chunk_recompute.inl.h makes again, then its chunks in reverse,
+// one
+//              value head at a time. Nothing grows with T.
 // Numerics:    everything in X::Real. Rows of K and Q are normalized once, when they are packed.
 //              dg adds what crosses a token boundary, (22), and never cancels.
 //
@@ -32,7 +34,9 @@ struct ChunkBackward {
   static constexpr int kRow = Forward::kRow;
   static constexpr int kWidest = X::kTileWidths[0];
 
-  static size_t scratch_bytes(const Params& p) { return Recompute::scratch_bytes(p); }
+  static size_t scratch_bytes(const Params& p, int value_heads) {
+    return Recompute::carve(nullptr, p.dim_k, p.dim_v, value_heads).bytes;
+  }
 
   // What of the gradients is wanted decides which products are needed.
   struct Wanted {
@@ -435,7 +439,7 @@ struct ChunkBackward {
     for (int chunk = segment.chunks() - 1; chunk >= 0; --chunk) {
       const int64_t t = segment.start(chunk);
       const int count = segment.count(chunk);
-      const Scratch s = whole.at(chunk);
+      Scratch s = whole.at(chunk);
       if (p.grad_output)
         pack_rows<X>(head_rows(p.grad_output, segment.batch, t, head), count, p.dim_v, s.dO, kRow,
                      C, columns);
@@ -446,16 +450,25 @@ struct ChunkBackward {
       for (int first = 0; first < count; first = Forward::end_of_chunk(g, first, count))
         starts[pieces++] = first;
       if (pieces > 1) Recompute::recompute_pieces(s, count, g, beta, dim_k, columns);
+      // Pieces are summed before they are added to other heads: as where those have their own sums.
+      const bool first_head = head == task.value_head_begin, apart = pieces > 1 && !first_head;
+      Real *const dQ = s.dQ, *const dK = s.dK;
+      if (apart) {
+        s.dQ = s.dQ_of_pieces;
+        s.dK = s.dK_of_pieces;
+      }
       for (int piece = pieces - 1; piece >= 0; --piece) {
         const int first = starts[piece], last = piece + 1 < pieces ? starts[piece + 1] : count;
         Recompute::make_gates(s, first, last, g, beta, Real(p.scale), true);
         run_piece(p, wanted, s, piece ? s.pieces + s.state * piece : s.states, dS, d_g, d_beta,
-                  head == task.value_head_begin && piece == pieces - 1);
+                  (first_head || apart) && piece == pieces - 1);
         if (p.d_value)
           store_rows<X>(s.dV + first * kRow, kRow,
                         head_rows(p.d_value, segment.batch, t + first, head), last - first,
                         p.dim_v);
       }
+      if (apart && wanted.query) add_rows(s.dQ, columns_of_keys(p), C, dQ);
+      if (apart && wanted.key) add_rows(s.dK, columns_of_keys(p), C, dK);
       if (wanted.gate)
         store_gate_gradients(p, task.sequence, segment.batch, t, head, count, g, d_g);
       if (wanted.beta) store_beta_gradients(p, segment.batch, t, head, count, d_beta);
@@ -518,25 +531,13 @@ struct ChunkBackward {
         X::store(d + k, X::mul(factor, X::fnma(along, X::load(y + k), X::load(d + k))));
     }
   }
-  static void store_query_and_key(const Params& p, const RuleTask& task, const Scratch& whole,
-                                  const Segment& segment) {
-    const int dim = round_up(p.dim_k, W);
-    for (int chunk = 0; chunk < segment.chunks(); ++chunk) {
-      const int64_t t = segment.start(chunk);
-      const int count = segment.count(chunk);
-      const Scratch s = whole.at(chunk);
-      if (p.d_query) {
-        if (p.l2norm) through_norm(s.Q, s.rq, count, dim, s.dQ);
-        store_rows<X>(s.dQ, kRow, head_rows(p.d_query, segment.batch, t, task.key_head), count,
-                      p.dim_k);
-      }
-      if (p.d_key) {
-        if (p.l2norm) through_norm(s.K, s.rk, count, dim, s.dK);
-        store_rows<X>(s.dK, kRow, head_rows(p.d_key, segment.batch, t, task.key_head), count,
-                      p.dim_k);
-      }
-    }
+  // Sums over the value heads of the key head, in their order: to += from
+  static void add_rows(const Real* from, int columns, int count, Real* to) {
+    for (int i = 0; i < count; ++i, from += kRow, to += kRow)
+      for (int c = 0; c < columns; c += W)
+        X::store(to + c, X::add(X::load(from + c), X::load(to + c)));
   }
+  static int columns_of_keys(const Params& p) { return round_up(p.dim_k, W); }
 
   static void write_state(const Real* S, const MutableView<4>& to, int64_t n, int64_t head,
                           int dim_k, int dim_v) {
@@ -550,39 +551,77 @@ struct ChunkBackward {
     }
   }
 
-  static void run(const Params& p, const RuleTask& task, void* scratch) {
-    const int heads = int(task.value_head_end - task.value_head_begin);
-    const Scratch s = Recompute::carve(scratch, p.dim_k, p.dim_v, heads);
-    const Wanted wanted(p);
+  // ---- a task, step by step
+  // -------------------------------------------------------------------------------
+
+  static Scratch scratch_of(const BackwardTask& x) {
+    const int heads = int(x.task.value_head_end - x.task.value_head_begin);
+    return Recompute::carve(x.scratch, x.p.dim_k, x.p.dim_v, heads);
+  }
+
+  // The adjoint states behind the last segment.
+  static void begin(const BackwardTask& x) {
+    const Scratch s = scratch_of(x);
     // Vectors also pass over what is above the diagonal, and over columns that no product fills.
     std::memset(s.KK, 0, sizeof(Real) * Recompute::kChunks * C * C);
     std::memset(s.QK, 0, sizeof(Real) * Recompute::kChunks * C * C);
     Real* const squares[] = {s.A, s.B, s.X2};
-    for (Real* x : squares) std::memset(x, 0, sizeof(Real) * C * C);
+    for (Real* square : squares) std::memset(square, 0, sizeof(Real) * C * C);
     Real* const rows_of_chunk[] = {s.dO, s.q_past, s.k_past, s.k_future, s.back};
-    for (Real* x : rows_of_chunk) std::memset(x, 0, sizeof(Real) * C * kRow);
+    for (Real* rows : rows_of_chunk) std::memset(rows, 0, sizeof(Real) * C * kRow);
+    for (int r = 0; r < s.heads; ++r)
+      Recompute::read_state(x.p.grad_final_state, x.task.sequence, x.task.value_head_begin + r,
+                            x.p.dim_k, x.p.dim_v, s.dS + s.state * r);
+  }
 
-    for (int r = 0; r < heads; ++r)
-      Recompute::read_state(p.grad_final_state, task.sequence, task.value_head_begin + r, p.dim_k,
-                            p.dim_v, s.dS + s.state * r);
-    const int64_t begin = p.sequence_begin(task.sequence), end = p.sequence_end(task.sequence);
-    for (int64_t i = (end - begin + kSegmentTokens - 1) / kSegmentTokens - 1; i >= 0; --i) {
-      Segment segment;
-      segment.batch = p.sequence_batch(task.sequence);
-      segment.begin = begin + i * kSegmentTokens;
-      segment.end = end - segment.begin < kSegmentTokens ? end : segment.begin + kSegmentTokens;
-      segment.saved = i ? p.saved_state(segment.batch, segment.begin) : -1;
-      Recompute::pack_segment(p, task, s, segment);
-      for (int r = 0; r < heads; ++r) {
-        const int64_t head = task.value_head_begin + r;
-        Recompute::recompute(p, task, s, segment, head);
-        reverse(p, task, wanted, s, segment, head, s.dS + s.state * r);
-      }
-      store_query_and_key(p, task, s, segment);
+  // All gradients of a segment's tokens but those of q and k, whose sums over the task's value
+  // heads stay in scratch.
+  static void run_segment(const BackwardTask& x, int64_t number) {
+    const Scratch s = scratch_of(x);
+    const Segment segment = Segment::of(x.p, x.task.sequence, number);
+    const Wanted wanted(x.p);
+    Recompute::pack_segment(x.p, x.task, s, segment);
+    for (int r = 0; r < s.heads; ++r) {
+      const int64_t head = x.task.value_head_begin + r;
+      Recompute::recompute(x.p, x.task, s, segment, head);
+      reverse(x.p, x.task, wanted, s, segment, head, s.dS + s.state * r);
     }
-    if (p.d_initial_state)
-      for (int r = 0; r < heads; ++r)
-        write_state(s.dS + s.state * r, p.d_initial_state, task.sequence, task.value_head_begin + r,
-                    p.dim_k, p.dim_v);
+  }
+
+  // Those of q and k: the sums of all tasks of the key head, added up in their order.
+  static void store_segment(const BackwardTask* tasks, int count, int64_t number) {
+    const BackwardTask& x = tasks[0];
+    const Params& p = x.p;
+    const Segment segment = Segment::of(p, x.task.sequence, number);
+    const int dim = columns_of_keys(p);
+    for (int chunk = 0; chunk < segment.chunks(); ++chunk) {
+      const Scratch s = scratch_of(x).at(chunk);
+      const int rows = segment.count(chunk);
+      for (int i = 1; i < count; ++i) {
+        const Scratch other = scratch_of(tasks[i]).at(chunk);
+        if (p.d_query) add_rows(other.dQ, dim, rows, s.dQ);
+        if (p.d_key) add_rows(other.dK, dim, rows, s.dK);
+      }
+      const int64_t t = segment.start(chunk);
+      if (p.d_query) {
+        if (p.l2norm) through_norm(s.Q, s.rq, rows, dim, s.dQ);
+        store_rows<X>(s.dQ, kRow, head_rows(p.d_query, segment.batch, t, x.task.key_head), rows,
+                      p.dim_k);
+      }
+      if (p.d_key) {
+        if (p.l2norm) through_norm(s.K, s.rk, rows, dim, s.dK);
+        store_rows<X>(s.dK, kRow, head_rows(p.d_key, segment.batch, t, x.task.key_head), rows,
+                      p.dim_k);
+      }
+    }
+  }
+
+  // What is in front of the first segment.
+  static void end(const BackwardTask& x) {
+    const Scratch s = scratch_of(x);
+    if (!x.p.d_initial_state) return;
+    for (int r = 0; r < s.heads; ++r)
+      write_state(s.dS + s.state * r, x.p.d_initial_state, x.task.sequence,
+                  x.task.value_head_begin + r, x.p.dim_k, x.p.dim_v);
   }
 };

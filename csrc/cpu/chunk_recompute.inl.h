@@ -54,12 +54,13 @@ struct ChunkRecompute {
     Real *across, *back;               // [kRow, C]  transposed rows, and products of them
     Real* future;                      // [C]        (21c)
     Gates* gates;
-    Real* states;   // [chunks][state]  before each chunk of the segment
-    Real* pieces;   // [C][state]       before each piece of one chunk
-    Real *R, *N;    // [kSegmentTokens, kRow]  (10)
-    Real *dQ, *dK;  // [kSegmentTokens, kRow]  sums over value heads
-    Real* dS;       // [heads][state]   adjoint states
-    size_t state;   // size of one, tile by tile as in the forward pass
+    Real* states;                       // [chunks][state]  before each chunk of the segment
+    Real* pieces;                       // [C][state]       before each piece of one chunk
+    Real *R, *N;                        // [kSegmentTokens, kRow]  (10)
+    Real *dQ, *dK;                      // [kSegmentTokens, kRow]  sums over value heads
+    Real *dQ_of_pieces, *dK_of_pieces;  // [C, kRow]  of one value head, where a chunk is cut
+    Real* dS;                           // [heads][state]   adjoint states
+    size_t state;                       // size of one, tile by tile as in the forward pass
     int heads;
     size_t bytes;
 
@@ -82,6 +83,8 @@ struct ChunkRecompute {
     Real** const rows[] = {&s.Vin, &s.dO,     &s.Z,      &s.dV,       &s.Nf,     &s.dOe,
                            &s.Ze,  &s.q_past, &s.k_past, &s.k_future, &s.across, &s.back};
     for (Real** x : rows) *x = carver.take<Real>(C * kRow);
+    s.dQ_of_pieces = carver.take<Real>(C * kRow);
+    s.dK_of_pieces = carver.take<Real>(C * kRow);
     s.rk = carver.take<Real>(kSegmentTokens);
     s.rq = carver.take<Real>(kSegmentTokens);
     s.KK = carver.take<Real>(kChunks * C * C);
@@ -100,10 +103,6 @@ struct ChunkRecompute {
     s.bytes = carver.used;
     return s;
   }
-  static size_t scratch_bytes(const Params& p) {
-    return carve(nullptr, p.dim_k, p.dim_v, int(p.value_heads / p.key_heads)).bytes;
-  }
-
   // Rows beyond dim_k are zero and stay zero.
   static constexpr int rows_of_state(int dim_k) { return round_up(dim_k, 4); }
   static constexpr int columns_of_rows(int dim) { return round_up(dim, W > 4 ? W : 4); }
@@ -111,6 +110,15 @@ struct ChunkRecompute {
   struct Segment {
     int64_t batch, begin, end;  // tokens of a batch row
     int64_t saved;  // where its start state lies among the saved ones; -1: initial state
+    static Segment of(const Params& p, int64_t sequence, int64_t number) {
+      const int64_t first = p.sequence_begin(sequence), last = p.sequence_end(sequence);
+      Segment s;
+      s.batch = p.sequence_batch(sequence);
+      s.begin = first + number * kSegmentTokens;
+      s.end = last - s.begin < kSegmentTokens ? last : s.begin + kSegmentTokens;
+      s.saved = number ? p.saved_state(s.batch, s.begin) : -1;
+      return s;
+    }
     int chunks() const { return int((end - begin + C - 1) / C); }
     int64_t start(int chunk) const { return begin + int64_t(chunk) * C; }
     int count(int chunk) const {
