@@ -27,6 +27,7 @@ from gradients import (
     upstream,
 )
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import deltanet_ext
@@ -37,6 +38,7 @@ from deltanet_ext._autograd import SEGMENT_TOKENS
 
 RECURRENT = deltanet_ext.recurrent_gated_delta_rule
 OPS = torch.ops.deltanet_ext
+OPERATOR = "chunk_gated_delta_rule_backward"
 # ---- right -----------------------------------------------------------------------------
 
 SMALL = {"T": 19, "HK": 1, "HV": 3, "K": 3, "V": 5, "state": torch.float64}
@@ -274,6 +276,39 @@ def test_one_tensor_in_two_places() -> None:
     out, _ = reference.recurrent(y, y, y, None, None, use_qk_l2norm_in_kernel=True)
     out.square().sum().backward()
     assert rmse_ratio(x.grad, y.grad) < 1e-5
+
+
+class Calls(TorchDispatchMode):
+    """Names and arguments of this package's operators, as they are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "deltanet_ext":
+            self.seen.append((func._opname, args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("function", [CHUNK, RECURRENT])
+def test_states_are_saved_and_gradients_made_only_where_they_are_needed(
+    function: Callable[..., Any],
+) -> None:
+    args = case_named("T=33").inputs()
+    with Calls() as calls:
+        function(**args)
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                function(**leaves(args))
+    assert len(calls.seen) == 3
+    assert not any(name.endswith("_saving") for name, _ in calls.seen)
+    args["value"].requires_grad_()
+    with Calls() as calls:
+        function(**args)[0].sum().backward()
+    (forward, _), (name, given) = calls.seen
+    assert forward.endswith("_saving")
+    assert (name, given[-1]) == (OPERATOR, 1 << NAMES.index("value"))
 
 
 @pytest.mark.parametrize("function", [CHUNK, RECURRENT])
