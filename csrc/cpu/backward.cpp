@@ -47,6 +47,7 @@ void run_alone(const Kernels& kernels, const BackwardTask& task) {
 // All value heads side by side. There are fewer key heads than workers, so scratch stays small.
 void run_by_heads(const Kernels& kernels, const Params& p, int64_t work, const Parallel& parallel) {
   const int64_t heads = p.value_heads / p.key_heads, keys = p.sequences * p.key_heads;
+  if (keys == 0) return;
   const size_t bytes = kernels.backward_scratch_bytes(p, 1);
   const AlignedMemory scratch = aligned_memory(bytes, keys * heads);
   std::vector<BackwardTask> tasks;

@@ -10,9 +10,8 @@
 // Work split:  a task is value heads of one key head, over a whole sequence, with dQ and dK as sums
 //              over these heads in their order. It runs segment by segment, from the last one, so
 //              that tasks of the same key head may add up theirs after each.
-// Memory:      of a segment, what chunk_recompute.inl.h makes again, then its chunks in reverse,
-// one
-//              value head at a time. Nothing grows with T.
+// Memory:      what chunk_recompute.inl.h makes again of a segment and one value head; then the
+//              chunks of the two run in reverse. Nothing grows with T.
 // Numerics:    everything in X::Real. Rows of K and Q are normalized once, when they are packed.
 //              dg adds what crosses a token boundary, (22), and never cancels.
 //
