@@ -15,7 +15,8 @@ CHUNK = 16  # of the floor below
 @dataclass(frozen=True)
 class Case:
     """One call of the rule, as a model makes it. A `decode` case has one token and a state; a
-    `train` case is a forward and a backward pass, with gradients of all inputs."""
+    `train` case is a forward and a backward pass, with gradients of all inputs, and a `backward`
+    case the latter alone."""
 
     name: str
     batch: int
@@ -26,6 +27,7 @@ class Case:
     value_dim: int = 128
     decode: bool = False
     train: bool = False
+    backward: bool = False
     strided: bool = False  # q, k, v as views of one [B, D, T] tensor, which is what models pass
     quick: bool = True  # part of --quick
     sequences: int = 1  # packed along the tokens, of equal length
@@ -48,8 +50,8 @@ class Case:
         """
         k, v = self.key_dim, self.value_dim
         shared = k * self.key_heads / self.value_heads
-        forward = 6 * k * v + 2 * CHUNK * (shared + v)
-        backward = 16 * k * v + CHUNK * (6 * k + 5 * v) if self.train else 0
+        forward = 0 if self.backward else 6 * k * v + 2 * CHUNK * (shared + v)
+        backward = 16 * k * v + CHUNK * (6 * k + 5 * v) if self.train or self.backward else 0
         return self.token_heads * (forward + backward)
 
     @property
@@ -108,6 +110,7 @@ CASES = (
     Case("prefill 1024, dims 64", 1, 1024, 8, 16, key_dim=64, value_dim=64, quick=False),
     Case("train 1024", 1, 1024, 8, 16, train=True),
     Case("train 4096", 1, 4096, 16, 32, train=True, quick=False),
+    Case("backward 4096", 1, 4096, 16, 32, backward=True, quick=False),
     Case("decode 1", 1, 1, 16, 32, decode=True),
     Case("decode 32", 32, 1, 16, 32, decode=True),
 )

@@ -20,7 +20,6 @@ process of its own; the columns with a star) with a malloc that keeps its memory
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import functools
 import json
@@ -45,6 +44,8 @@ def contestants(case: Any) -> dict[str, Callable]:
     if hasattr(case, "contestants"):
         return dict(zip((OURS, THEIRS), case.contestants(), strict=True))
     both = functions(case)
+    if case.backward:
+        return {n: backward_of(f) for n, f in both.items()}
     return {n: trained(f) for n, f in both.items()} if case.train else both
 
 
@@ -70,18 +71,39 @@ def functions(case: Any) -> dict[str, Callable]:
     }
 
 
+def forward_of(function: Callable, inputs: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """The output, and the inputs that it has gradients for."""
+    differentiable = ("query", "key", "value", "g", "beta")
+    leaves = [inputs[name].detach().requires_grad_() for name in differentiable]
+    out, _ = function(**inputs | dict(zip(differentiable, leaves, strict=True)))
+    return out, leaves
+
+
 def trained(function: Callable) -> Callable:
     """A forward and a backward pass; returns the gradients."""
 
     def forward_and_backward(**inputs: Any) -> list[Any]:
         import torch
 
-        differentiable = ("query", "key", "value", "g", "beta")
-        leaves = [inputs[name].detach().requires_grad_() for name in differentiable]
-        out, _ = function(**inputs | dict(zip(differentiable, leaves, strict=True)))
+        out, leaves = forward_of(function, inputs)
         return list(torch.autograd.grad(out, leaves, torch.ones_like(out)))
 
     return forward_and_backward
+
+
+def backward_of(function: Callable) -> Callable:
+    """A backward pass after the forward pass of the first call."""
+    graph: list[Any] = []
+
+    def backward(**inputs: Any) -> list[Any]:
+        import torch
+
+        if not graph:
+            out, leaves = forward_of(function, inputs)
+            graph.extend((out, leaves, torch.ones_like(out)))
+        return list(torch.autograd.grad(*graph, retain_graph=True))
+
+    return backward
 
 
 def measure(
@@ -120,7 +142,7 @@ def measure(
 
     limits: dict[str, list[dict[str, float]]] = {name: [] for name in timed}
     start = time.perf_counter()
-    with contextlib.nullcontext() if case.train else torch.inference_mode():
+    with torch.inference_mode(not (case.train or case.backward)):
         before = limits_now()
         while time.perf_counter() - start < seconds or len(samples[OURS]) < 5:
             for name, function in timed.items():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,12 +24,6 @@ FP32_FLOOR = 2e-5
 NARROW, NARROW_GATES = 4e-3, 1e-2
 # Below this an error is nothing, whatever it is a part of: gates underflow.
 ABSOLUTE_FLOOR = 1e-30
-
-# In dg, where keys overwrite each other exactly, terms of the size of other gradients cancel to
-# nearly nothing in the sum over a chunk (by nature, docs/numerics.md), and token by token to less.
-# That holds where the plain recurrence itself is off by more than the whole gradient, and in the
-# cases that amplify one rounding.
-NOISE_FACTOR = 8.0
 
 Gradients = dict[str, Tensor]
 
@@ -74,6 +69,48 @@ def by_recurrence(
         return backward(function, leaves(case.inputs(dtype), computed), d_out, d_state)
 
 
+def yardstick(case: Case, want: Gradients, uses: str = "output, state") -> Gradients:
+    """fp32 autograd through the recurrence.
+
+    Where keys overwrite each other exactly, terms of the size of other gradients cancel to nearly
+    nothing in dg, and what is left is rounding: the same recurrence with K and V in another order
+    is off by up to three times as much (docs/numerics.md). There dg is the worst of six orders. In
+    the cases that amplify one rounding, the chunk rule by three tokens counts as well: that is
+    where kernels end a chunk for the gates of these cases, and the sums over it are not to blame.
+    """
+    base = by_recurrence(case, torch.float32, torch.float32, uses)
+    if want.get("g") is None:
+        return base
+    orders: list[Gradients] = []
+    with one_thread():
+        if rmse_ratio(base["g"], want["g"]) > 1:
+            orders = [in_another_order(case, seed, uses) for seed in range(5)]
+        elif case.amplifies:
+            chunks = functools.partial(reference.chunked, chunk_size=3, dtype=torch.float32)
+            arguments = leaves(case.inputs(), torch.float32)
+            orders = [backward(chunks, arguments, *chosen(case, torch.float32, uses))]
+    base["g"] = max((base["g"], *(x["g"] for x in orders)), key=lambda g: rmse_ratio(g, want["g"]))
+    return base
+
+
+def in_another_order(case: Case, seed: int, uses: str) -> Gradients:
+    """fp32 autograd through the recurrence, with the rows and columns of states permuted."""
+    gen = torch.Generator().manual_seed(seed)
+    rows, columns = torch.randperm(case.K, generator=gen), torch.randperm(case.V, generator=gen)
+    args, (d_out, d_state) = case.inputs(), chosen(case, torch.float32, uses)
+    for name, order in (("query", rows), ("key", rows), ("value", columns)):
+        args[name] = args[name][..., order]
+    matrix = (columns, rows) if case.state_v_first else (rows, columns)
+
+    def permuted(state: Tensor | None) -> Tensor | None:
+        return None if state is None else state[..., matrix[0], :][..., matrix[1]]
+
+    args["initial_state"] = permuted(args.get("initial_state"))
+    function = functools.partial(reference.recurrent, dtype=torch.float32)
+    d_out = None if d_out is None else d_out[..., columns]
+    return backward(function, leaves(args, torch.float32), d_out, permuted(d_state))
+
+
 def chosen(case: Case, dtype: torch.dtype, uses: str) -> tuple[Tensor | None, Tensor | None]:
     d_out, d_state = upstream(case, dtype)
     return d_out if "output" in uses else None, d_state if "state" in uses else None
@@ -94,7 +131,6 @@ def judge(
     want: Gradients,
     base: Gradients | None,
     bounds: Mapping[str, float],
-    amplifies: bool = False,
 ) -> None:
     """Every gradient within its bound, or twice as far off as the plain recurrence."""
     failures = []
@@ -111,9 +147,7 @@ def judge(
         if grad.dtype in (torch.bfloat16, torch.float16):
             bound = max(bound, bounds.get("narrow", NARROW))
         if base is not None:
-            ratio = rmse_ratio(base[name], exact)
-            noise = name == "g" and (ratio > 1 or amplifies)
-            bound = max(bound, (NOISE_FACTOR if noise else 2) * ratio)
+            bound = max(bound, 2 * rmse_ratio(base[name], exact))
         size = float((grad.double() - exact).square().mean().sqrt()) if grad.numel() else 0.0
         if error > bound and size > ABSOLUTE_FLOOR:
             failures.append(f"d{name}: RMSE ratio {error:.2e} is above {bound:.2e}")
@@ -124,9 +158,8 @@ def judge_fp32(
     case: Case, function: Callable[..., Any] = CHUNK, uses: str = "output, state"
 ) -> None:
     want = by_recurrence(case, torch.float32, torch.float64, uses)
-    base = by_recurrence(case, torch.float32, torch.float32, uses)
     got = ours(case, torch.float32, function, uses)
-    judge(got, want, base, {"else": FP32_FLOOR}, case.amplifies)
+    judge(got, want, yardstick(case, want, uses), {"else": FP32_FLOOR})
 
 
 def judge_packed(case: Case) -> None:

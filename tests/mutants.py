@@ -199,6 +199,10 @@ def test(mutant: Mutant, checkout: Path, environment: dict[str, str]) -> str | N
     )
     if done.returncode == 0:
         return None
+    if not re.search(
+        r"^(\d+ .*, )?\d+ (failed|errors?)\b", done.stdout, re.M
+    ):  # no test has said anything
+        raise SystemExit(f"mutants.py: {mutant.name}: {done.stdout}{done.stderr}")
     found = re.findall(r"^E +(?:\w+Error: )?(.*\S)|^(?:FAILED|ERROR) (.*)$", done.stdout, re.M)
     return " | ".join((a or b)[:110] for a, b in [*found[:1], *found[-1:]]) or done.stdout[-300:]
 

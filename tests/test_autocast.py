@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import deltanet_ext
 from cases import DTYPES, case_named, name_of
@@ -40,6 +41,27 @@ def test_other_operators_under_autocast() -> None:
         assert_same_bits(M, want_M)
         assert_same_bits(U, want_U)
         assert_same_bits(deltanet_ext.unit_lower_triangular_inverse(L), want)
+
+
+def test_autocast_on_cuda_narrows_nothing() -> None:
+    """Both passes, with tensors that are dispatched as on a card and hold nothing."""
+    ops = torch.ops.deltanet_ext
+    was = torch.is_autocast_enabled("cuda")
+    with FakeTensorMode():
+        rows = [torch.empty(1, 8, 2, 16, device="cuda") for _ in range(3)]
+        gates = [torch.empty(1, 8, 2, device="cuda") for _ in range(2)]
+        matrix = torch.empty(4, 4, device="cuda")
+        inputs, flags = [*rows, *gates, *[None] * 4], [True, False, False, False, False]
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            assert torch.mm(matrix, matrix).dtype != torch.float32  # autocast is at work
+            out, state = ops.chunk_gated_delta_rule_forward(*inputs, 0.25, True, *flags)
+            grads = ops.chunk_gated_delta_rule_backward(
+                out, state, *inputs, None, 0.25, *flags, 0b11111
+            )
+        finally:
+            torch.set_autocast_enabled("cuda", was)
+    assert {x.dtype for x in (out, state, *grads)} == {torch.float32}
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

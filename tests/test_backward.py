@@ -27,6 +27,7 @@ from gradients import (
     upstream,
 )
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import deltanet_ext
@@ -37,6 +38,7 @@ from deltanet_ext._autograd import SEGMENT_TOKENS
 
 RECURRENT = deltanet_ext.recurrent_gated_delta_rule
 OPS = torch.ops.deltanet_ext
+OPERATOR = "chunk_gated_delta_rule_backward"
 # ---- right -----------------------------------------------------------------------------
 
 SMALL = {"T": 19, "HK": 1, "HV": 3, "K": 3, "V": 5, "state": torch.float64}
@@ -195,11 +197,23 @@ def test_packed_sequences_are_as_if_alone(poison: None) -> None:
 # ---- the same bits ---------------------------------------------------------------------
 
 
-def test_same_bits_twice_and_for_any_number_of_threads(threads: Callable[[int], None]) -> None:
-    case = Case("bits", B=2, T=200, HK=2, HV=4, K=40, V=48, raw_gate=True, state=torch.float32)
+BITS = [
+    Case("bits", B=2, T=200, HK=2, HV=4, K=40, V=48, raw_gate=True, state=torch.float32),
+    # Fewer key heads than workers, chunks in pieces, a second segment.
+    Case("bits, one key head", T=SEGMENT_TOKENS + 300, HK=1, HV=3, K=40, V=48, g="positive",
+         state=torch.float32),
+    Case("bits, one key head, packed", T=3000, HK=1, HV=2, K=24, V=20, raw_gate=True,
+         cu=(0, 1200, 1200, 1300, 2990), state=torch.float32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BITS, ids=str)
+def test_same_bits_twice_and_for_any_number_of_threads(
+    case: Case, threads: Callable[[int], None]
+) -> None:
     threads(1)
     want = ours(case)
-    for count in (1, 2, 3):
+    for count in (1, 2, 3, 8):
         threads(count)
         for name, x in ours(case).items():
             assert_same_bits(x, want[name], f"d{name} with {count} threads")
@@ -262,6 +276,39 @@ def test_one_tensor_in_two_places() -> None:
     out, _ = reference.recurrent(y, y, y, None, None, use_qk_l2norm_in_kernel=True)
     out.square().sum().backward()
     assert rmse_ratio(x.grad, y.grad) < 1e-5
+
+
+class Calls(TorchDispatchMode):
+    """Names and arguments of this package's operators, as they are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "deltanet_ext":
+            self.seen.append((func._opname, args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("function", [CHUNK, RECURRENT])
+def test_states_are_saved_and_gradients_made_only_where_they_are_needed(
+    function: Callable[..., Any],
+) -> None:
+    args = case_named("T=33").inputs()
+    with Calls() as calls:
+        function(**args)
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                function(**leaves(args))
+    assert len(calls.seen) == 3
+    assert not any(name.endswith("_saving") for name, _ in calls.seen)
+    args["value"].requires_grad_()
+    with Calls() as calls:
+        function(**args)[0].sum().backward()
+    (forward, _), (name, given) = calls.seen
+    assert forward.endswith("_saving")
+    assert (name, given[-1]) == (OPERATOR, 1 << NAMES.index("value"))
 
 
 @pytest.mark.parametrize("function", [CHUNK, RECURRENT])

@@ -230,6 +230,34 @@ def test_long_sequences_are_cut_and_batch_invariant_calls_are_not(poison: None) 
             assert rmse_ratio(cut[name], x) < FP32_FLOOR, name
 
 
+def test_a_map_that_overflows_is_nan_and_never_a_wrong_number(poison: None) -> None:
+    """Gates of +1 make the map of the second segment infinite. Nothing comes from behind it: state,
+    values and gradients are zero there. Serially zeros stay zeros; the map times zero is NaN, which
+    is what the first segment starts from, in front of a token that forgets all."""
+    case = Case("overflow", T=4 * 176, HV=1, K=8, V=8, g="zero", state=FP32)
+    args = case.inputs()
+    args["g"][:, 175], args["g"][:, 176:352] = -torch.inf, 1.0
+    args["value"][:, 175:] = 0
+    d_out, d_state = upstream(case, FP32)
+    d_out[:, 176:], d_state = 0, torch.zeros_like(d_state)
+
+    def reference_in_fp64(**x: Any) -> Any:
+        return reference.recurrent(**x, dtype=torch.float64)
+
+    with one_thread():
+        want = backward(reference_in_fp64, leaves(args, torch.float64), d_out, d_state)
+    with emulated.segment_strips(4):
+        judge(backward(CHUNK, leaves(args), d_out, d_state), want, None, {"else": FP32_FLOOR})
+    with emulated.segment_strips(1):
+        cut = backward(CHUNK, leaves(args), d_out, d_state)
+    assert cut["initial_state"].isnan().all()
+    for name in NAMES[:5]:
+        known = ~cut[name].isnan()
+        assert known[:, 176:].all(), name
+        assert known[:, :176].all() == (name == "query"), name  # dq reads no adjoint state
+        assert rmse_ratio(cut[name][known], want[name][known]) <= FP32_FLOOR, name
+
+
 def test_every_schedule_gives_the_same_bits_with_segments() -> None:
     with emulated.segment_strips(1):
         want = ours(SEGMENTED[6])

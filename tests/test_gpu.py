@@ -222,15 +222,14 @@ def test_gradients(case: Case, dtype: torch.dtype, poison: None) -> None:
     bounds = {"else": gradients.FP32_FLOOR} if dtype == torch.float32 else narrow
     for function in FUNCTIONS:
         got = gradients_on_gpu(function, case, dtype)
-        gradients.judge(got, want, base, bounds, case.amplifies)
+        gradients.judge(got, want, base, bounds)
 
 
 @pytest.mark.parametrize("case", test_backward.STRESS, ids=str)
 def test_gradients_under_stress(case: Case) -> None:
     want = gradients.by_recurrence(case, torch.float32, torch.float64)
-    base = gradients.by_recurrence(case, torch.float32, torch.float32)
     got = gradients_on_gpu(CHUNK, case, torch.float32)
-    gradients.judge(got, want, base, {"else": gradients.FP32_FLOOR}, case.amplifies)
+    gradients.judge(got, want, gradients.yardstick(case, want), {"else": gradients.FP32_FLOOR})
 
 
 @pytest.mark.parametrize("dtype", CUDA_DTYPES, ids=name_of)

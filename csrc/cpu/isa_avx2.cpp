@@ -20,6 +20,7 @@ namespace deltanet::cpu::avx2 {
 #include "cpu/vec_math.inl.h"
 #include "cpu/vec_avx2.inl.h"
 #include "cpu/chunk_forward.inl.h"
+#include "cpu/chunk_recompute.inl.h"
 #include "cpu/chunk_backward.inl.h"
 #include "cpu/recurrent_forward.inl.h"
 #include "cpu/triangular_inverse.inl.h"

@@ -22,6 +22,7 @@ namespace deltanet::cpu::avx512 {
 #include "cpu/vec_math.inl.h"
 #include "cpu/vec_avx512.inl.h"
 #include "cpu/chunk_forward.inl.h"
+#include "cpu/chunk_recompute.inl.h"
 #include "cpu/chunk_backward.inl.h"
 #include "cpu/recurrent_forward.inl.h"
 #include "cpu/triangular_inverse.inl.h"

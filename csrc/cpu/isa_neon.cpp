@@ -9,6 +9,7 @@ namespace deltanet::cpu::neon {
 #include "cpu/vec_math.inl.h"
 #include "cpu/vec_neon.inl.h"
 #include "cpu/chunk_forward.inl.h"
+#include "cpu/chunk_recompute.inl.h"
 #include "cpu/chunk_backward.inl.h"
 #include "cpu/recurrent_forward.inl.h"
 #include "cpu/triangular_inverse.inl.h"

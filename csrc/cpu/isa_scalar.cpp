@@ -7,6 +7,7 @@ namespace deltanet::cpu::scalar {
 #include "cpu/rule_inputs.inl.h"
 #include "cpu/vec_scalar.inl.h"
 #include "cpu/chunk_forward.inl.h"
+#include "cpu/chunk_recompute.inl.h"
 #include "cpu/chunk_backward.inl.h"
 #include "cpu/recurrent_forward.inl.h"
 #include "cpu/triangular_inverse.inl.h"

@@ -21,6 +21,15 @@ struct RuleTask {
   int column_begin, column_end;              // columns of V
 };
 
+// A piece of a backward pass: value heads of one key head over a whole sequence, run segment by
+// segment in scratch that holds what one segment hands to the one before it. `p` has the columns of
+// V that belong to it, all of them.
+struct BackwardTask {
+  GatedDeltaRuleBackwardParams p;
+  RuleTask task;
+  void* scratch;
+};
+
 // A piece of a convolution: some channels of some neighboring tokens of one run.
 struct ConvTask {
   TokenRun run;
@@ -45,10 +54,13 @@ struct Kernels {
   size_t (*recurrent_scratch_bytes)(const GatedDeltaRuleParams&, int columns);
   void (*recurrent_forward)(const GatedDeltaRuleParams&, const RuleTask&, void* scratch);
 
-  // Gradients of both, equations (9) to (28). A task has all value heads of a key head, and all
-  // columns.
-  size_t (*backward_scratch_bytes)(const GatedDeltaRuleBackwardParams&);
-  void (*backward)(const GatedDeltaRuleBackwardParams&, const RuleTask&, void* scratch);
+  // Gradients of both, equations (9) to (28): begin; for every segment from the last to the first
+  // run_segment for each task of a key head, then store_segment for all of them together; end.
+  size_t (*backward_scratch_bytes)(const GatedDeltaRuleBackwardParams&, int value_heads);
+  void (*backward_begin)(const BackwardTask&);
+  void (*backward_segment)(const BackwardTask&, int64_t segment);
+  void (*backward_store_segment)(const BackwardTask* of_key_head, int count, int64_t segment);
+  void (*backward_end)(const BackwardTask&);
 
   // One matrix of the batch, equation (4).
   size_t (*inverse_scratch_bytes)(int size);

@@ -28,6 +28,19 @@ struct Free {
   void operator()(void* p) const { std::free(p); }
 };
 
+// `count` pieces of scratch memory, each aligned(bytes) behind the one before.
+constexpr size_t aligned(size_t bytes) {
+  const size_t units = (bytes + kScratchAlignment - 1) / kScratchAlignment;
+  return std::max<size_t>(units, 1) * kScratchAlignment;
+}
+using AlignedMemory = std::unique_ptr<char, Free>;
+inline AlignedMemory aligned_memory(size_t bytes, int64_t count) {
+  AlignedMemory memory(
+      static_cast<char*>(std::aligned_alloc(kScratchAlignment, aligned(bytes) * size_t(count))));
+  if (!memory) throw std::bad_alloc();
+  return memory;
+}
+
 // Runs task 0 .. count - 1, together about `work` multiply-adds, each worker with scratch of its
 // own. A worker takes the next task when it is free, so tasks may differ in size; which worker runs
 // which task changes no result.
@@ -36,11 +49,7 @@ void run_tasks(int64_t count, int64_t work, size_t scratch_bytes, const Parallel
                const Task& task) {
   if (count == 0) return;
   const int workers = int(std::min<int64_t>(count, workers_for(work, parallel)));
-  const size_t bytes =
-      (scratch_bytes + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
-  std::unique_ptr<char, Free> scratch(static_cast<char*>(
-      std::aligned_alloc(kScratchAlignment, std::max(bytes, kScratchAlignment) * workers)));
-  if (!scratch) throw std::bad_alloc();
+  const AlignedMemory scratch = aligned_memory(scratch_bytes, workers);
 
   struct Shared {
     const Task& task;
@@ -49,7 +58,7 @@ void run_tasks(int64_t count, int64_t work, size_t scratch_bytes, const Parallel
     char* const scratch;
     std::atomic<int64_t> next{0};
     std::atomic<int> worker{0};
-  } shared{task, count, bytes, scratch.get()};
+  } shared{task, count, aligned(scratch_bytes), scratch.get()};
   parallel.run(
       workers,
       [](void* context) {
