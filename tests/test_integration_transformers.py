@@ -235,9 +235,7 @@ def package(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("package")
     with torch.no_grad(), switch.enabled():
         exported, wants = export(build("qwen3_5"))
-        torch._inductor.aoti_compile_and_package(
-            exported, package_path=str(folder / "model.pt2")
-        )
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(folder / "model.pt2"))
     torch.save([(IDS[:1, :n], want) for n, want in zip(LENGTHS, wants, strict=True)], folder / "io")
     return folder
 
