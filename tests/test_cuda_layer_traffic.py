@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -37,6 +38,10 @@ CALLS = f"""
         emulated.call(
             "causal_conv1d_backward", grad, None, given, weight, *[None] * 4, True, 3
         )
+    emulated.call(
+        "causal_conv1d_update", randn(2, {CHANNELS}, 1), randn(2, {CHANNELS}, 4), weight,
+        None, None, True,
+    )
     rows, gate, grad = (randn({ROWS}, {COLUMNS}) for _ in range(3))
     weight = randn({COLUMNS})
     emulated.call("gated_rms_norm_forward", rows, gate, weight, 1e-6)
@@ -60,10 +65,10 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
     for line in counts.read_text().splitlines():
         launch = json.loads(line)
         for name in (
-            "causal_conv1d_kernel", "causal_conv1d_backward_kernel",
+            "causal_conv1d_kernel", "causal_conv1d_backward_kernel", "causal_conv1d_update_kernel",
             "gated_rms_norm_kernel", "gated_rms_norm_backward_kernel",
         ):  # fmt: skip
-            if f"::{name}<" in launch["kernel"]:
+            if re.search(rf"::{name}\b", launch["kernel"]):
                 found.setdefault(name, []).append(launch["global"])
     return found
 
@@ -98,6 +103,17 @@ def test_its_gradients_read_x_and_dy_once(launches: dict[str, list[dict]]) -> No
     sums = TOKENS // 256 * 5 * CHANNELS * 4
     for launch in (last, first):
         assert bytes_of(launch, "store") == tensor + sums
+
+
+def test_the_update_reads_and_writes_once(launches: dict[str, list[dict]]) -> None:
+    """With states and weights of four numbers side by side, as models have them."""
+    (launch,) = launches["causal_conv1d_update_kernel"]
+    token, weights = 2 * CHANNELS * NARROW, 4 * CHANNELS * NARROW
+    state = 4 * token
+    assert_coalesced(launch)
+    assert launch["distinct_bytes_read"] == token + state + weights
+    assert bytes_of(launch, "load") == token + state + 2 * weights  # for each row of the batch
+    assert bytes_of(launch, "store") == launch["distinct_bytes_written"] == token + state
 
 
 def test_the_norm_reads_and_writes_once(launches: dict[str, list[dict]]) -> None:

@@ -8,9 +8,15 @@ from types import ModuleType
 import pytest
 
 import deltanet_ext
-from deltanet_ext import ops
+from deltanet_ext import layer, ops
 
-MODULES = ["deltanet_ext", "deltanet_ext._settings", "deltanet_ext.ops", "deltanet_ext.reference"]
+MODULES = [
+    "deltanet_ext",
+    "deltanet_ext._settings",
+    "deltanet_ext.layer",
+    "deltanet_ext.ops",
+    "deltanet_ext.reference",
+]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -21,7 +27,7 @@ def test_examples(name: str) -> None:
     assert result.failed == 0
 
 
-@pytest.mark.parametrize("name", sorted(set(ops.__all__)))
+@pytest.mark.parametrize("name", sorted({*layer.__all__, *ops.__all__}))
 def test_every_public_function_has_an_example(name: str) -> None:
     doc = getattr(deltanet_ext, name).__doc__
     assert doc is not None

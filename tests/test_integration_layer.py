@@ -198,6 +198,21 @@ def test_other_gated_norms_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
     report = switch.enable()
     assert (OtherRMSNormGated.forward, StrangeRMSNormGated.forward) == before
     assert not [name for name in report.functions if "Other" in name or "Strange" in name]
+    for held in (OtherRMSNormGated, StrangeRMSNormGated):
+        assert "does not compute" in report.left[f"{module.__name__}.{held.__name__}"]
+
+
+def test_the_report_without_the_rest_of_the_layer() -> None:
+    module = modeling("qwen3_5")
+    whole = switch.enable(quiet=True)
+    rule = switch.enable(quiet=True, layer=False)
+    rest = {f"{module.__name__}.{name}" for name in (*FUNCTIONS, "Qwen3_5RMSNormGated.forward")}
+    assert rest <= set(whole.functions)
+    assert not rest & {*rule.functions, *whole.left}
+    assert {rule.left[name] for name in rest} == {"layer=False"}
+    assert set(whole.functions) == {*rule.functions} | {
+        name for name, why in rule.left.items() if why == "layer=False"
+    }
 
 
 def test_what_somebody_else_put_there_stays() -> None:

@@ -226,20 +226,56 @@ def test_exported_model_keeps_the_operators():
         torch.testing.assert_close(run(IDS[:1, :n]), want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_a_package_of_an_exported_model_runs(tmp_path):
-    """AOTInductor: the model as C++ that calls the operators, without this package's Python."""
+@pytest.fixture(scope="module")
+def package(tmp_path_factory) -> Path:
+    """A folder with an exported model as AOTInductor compiles it, and its logits for some lengths:
+    C++ that calls the operators, without this package's Python."""
     if not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("no C++ compiler")
-    model = build("qwen3_5")
+    folder = tmp_path_factory.mktemp("package")
     with torch.no_grad(), switch.enabled():
-        exported, wants = export(model)
-        path = torch._inductor.aoti_compile_and_package(
-            exported, package_path=str(tmp_path / "model.pt2")
-        )
-    run = torch._inductor.aoti_load_package(path)
-    for n, want in zip(LENGTHS, wants, strict=True):
-        torch.testing.assert_close(run(IDS[:1, :n]), want, rtol=1e-4, atol=1e-4)
+        exported, wants = export(build("qwen3_5"))
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(folder / "model.pt2"))
+    torch.save([(IDS[:1, :n], want) for n, want in zip(LENGTHS, wants, strict=True)], folder / "io")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "load",
+    [
+        "import deltanet_ext",
+        "torch.ops.load_library(sys.argv[2]); assert 'deltanet_ext' not in sys.modules",
+    ],
+    ids=["import", "library"],
+)
+def test_a_package_of_an_exported_model_runs_in_a_fresh_process(load, package):
+    """The operators come with this package, or with its compiled library alone. Without either the
+    model cannot be loaded, or this test would say nothing."""
+    code = f"""
+        import sys
+        import torch
+
+        try:
+            torch._inductor.aoti_load_package(sys.argv[1] + "/model.pt2")
+            raise SystemExit("the package does not call the operators")
+        except RuntimeError as error:
+            assert "schema for deltanet_ext::" in str(error), error
+        {load}
+        run = torch._inductor.aoti_load_package(sys.argv[1] + "/model.pt2")
+        for ids, want in torch.load(sys.argv[1] + "/io"):
+            torch.testing.assert_close(run(ids), want, rtol=1e-4, atol=1e-4)
+        assert "transformers" not in sys.modules
+        print("fine")
+    """
+    library = importlib.import_module("deltanet_ext._C").__file__
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), str(package), library],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.stdout.strip() == "fine", result.stderr
 
 
 # -- packed sequences ----------------------------------------------------------------------------

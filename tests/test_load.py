@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Importing: the instruction-set variable, and life without the compiled library."""
 
+import importlib
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
+import torch
 
 import deltanet_ext
 
@@ -183,3 +188,36 @@ def test_cuda_kernels_that_do_not_load(breaking: str, reason: str) -> None:
 def test_public_names() -> None:
     for name in deltanet_ext.__all__:
         assert getattr(deltanet_ext, name).__doc__
+
+
+LOADER = """
+#include <dlfcn.h>
+#include <stdio.h>
+int main(int count, char** libraries) {
+  for (int i = 1; i < count; ++i)
+    if (!dlopen(libraries[i], RTLD_NOW | RTLD_GLOBAL)) return puts(dlerror()), 1;
+  return puts("fine"), 0;
+}
+"""
+
+
+def test_a_program_without_an_interpreter_loads_the_operators(tmp_path: Path) -> None:
+    """What docs/models.md says a C++ host of an exported model loads."""
+    shared = sysconfig.get_config_var("INSTSONAME") or ""
+    python = Path(sysconfig.get_config_var("LIBDIR") or "") / shared
+    if shutil.which("gcc") is None or not (".so" in shared and python.exists()):
+        pytest.skip("no gcc, or a Python that is not a shared library")
+    torch_libraries = Path(torch.__file__).parent / "lib"
+    operators = Path(importlib.import_module("deltanet_ext._C").__file__ or "")
+    (tmp_path / "load.c").write_text(LOADER)
+    subprocess.run(["gcc", "load.c", "-o", "load", "-ldl"], cwd=tmp_path, check=True)
+
+    def load(*libraries: Path) -> str:
+        command = [tmp_path / "load", torch_libraries / "libtorch.so", *libraries]
+        environment = {"LD_LIBRARY_PATH": str(torch_libraries)}
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False
+        ).stdout
+
+    assert load(python, operators).strip() == "fine"
+    assert "undefined symbol: Py" in load(operators)

@@ -157,22 +157,29 @@ def test_several_turns_continue_from_the_cache(kind, cache, calls):
         got, afresh = talk()
     assert torch.equal(got, want)
     assert torch.equal(afresh, want_afresh)
+    if VERSION[0] > 4:  # 4.57 forgets the rule's state where a turn has several tokens
+        assert torch.equal(got, afresh)
     assert sum(calls.values()) > 0
 
 
 @common
 def test_training(kind, calls):
     model = build(kind).train()
-    model(IDS, labels=IDS).loss.backward()
-    # `clone` and not a view: the second pass writes the same memory
-    want = [w.grad.clone() for w in model.parameters() if w.grad is not None]
-    model.zero_grad()
-    with deltanet_ext.enabled():
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
         model(IDS, labels=IDS).loss.backward()
+        # `clone` and not a view: the second pass may write the same memory
+        return {n: w.grad.clone() for n, w in model.named_parameters() if w.grad is not None}
+
+    want = gradients()
+    with deltanet_ext.enabled():
+        got = gradients()
     assert calls["chunk_gated_delta_rule"] == LINEAR
-    got = [w.grad for w in model.parameters() if w.grad is not None]
-    for ours, theirs in zip(got, want, strict=True):
-        assert (ours - theirs).norm() <= 2e-3 * theirs.norm()
+    assert got.keys() == want.keys()  # no weight has lost its gradient
+    for name, theirs in want.items():
+        assert theirs.any(), name
+        assert (got[name] - theirs).norm() <= 2e-3 * theirs.norm(), name
 
 
 @common

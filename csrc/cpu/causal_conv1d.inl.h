@@ -6,6 +6,8 @@
 //
 // Work split:  a task is up to kConvChannels channels of some neighboring tokens. An output depends
 //              on W tokens alone, so every cut gives the same bits.
+// Passes:      z of kConvTokens tokens, then silu of them: together they are slower, because few of
+//              its long chains of operations fit into what a core looks ahead.
 // Memory:      x is packed into fp32 rows, one per token and kConvTokens at a time, so that vectors
 //              run along the channels; views with token stride 1 are transposed in registers on
 //              the way. The tokens before a task are read once more than the others.
@@ -132,9 +134,10 @@ struct CausalConv1d {
                    task.channels, rows + of_state * kRow, kRow, of_run, padded);
   }
 
-  // kCount outputs of one vector of channels
-  template <int kTaps, bool kSilu, int kCount>
-  static DELTANET_INLINE void outputs(const Real* taps, V bias, const Real* rows, Real* out) {
+  // z of kCount tokens and one vector of channels
+  template <int kTaps, int kCount>
+  static DELTANET_INLINE void convolve_vector(const Real* taps, V bias, const Real* rows,
+                                              Real* out) {
     V x[kTaps + kCount - 1], z[kCount];
 #pragma GCC unroll 16
     for (int i = 0; i < kTaps + kCount - 1; ++i) x[i] = X::load(rows + i * kRow);
@@ -147,30 +150,35 @@ struct CausalConv1d {
       for (int i = 0; i < kCount; ++i) z[i] = X::fma(weight, x[i + j], z[i]);
     }
 #pragma GCC unroll 4
-    for (int i = 0; i < kCount; ++i) X::store(out + i * kRow, kSilu ? silu<X>(z[i]) : z[i]);
+    for (int i = 0; i < kCount; ++i) X::store(out + i * kRow, z[i]);
   }
-  // out_t from the rows t to t + kTaps - 1
-  template <int kTaps, bool kSilu>
+  // out_t = z from the rows t to t + kTaps - 1
+  template <int kTaps>
   static DELTANET_NOINLINE void convolve(const Real* taps, const Real* bias, const Real* rows,
                                          int count, int padded, Real* out) {
     int t = 0;
     for (; t + kTogether <= count; t += kTogether)
       for (int c = 0; c < padded; c += X::kLanes)
-        outputs<kTaps, kSilu, kTogether>(taps + c, X::load(bias + c), rows + t * kRow + c,
-                                         out + t * kRow + c);
+        convolve_vector<kTaps, kTogether>(taps + c, X::load(bias + c), rows + t * kRow + c,
+                                          out + t * kRow + c);
     for (; t < count; ++t)
       for (int c = 0; c < padded; c += X::kLanes)
-        outputs<kTaps, kSilu, 1>(taps + c, X::load(bias + c), rows + t * kRow + c,
-                                 out + t * kRow + c);
+        convolve_vector<kTaps, 1>(taps + c, X::load(bias + c), rows + t * kRow + c,
+                                  out + t * kRow + c);
   }
   using Convolve = void (*)(const Real*, const Real*, const Real*, int, int, Real*);
-  static Convolve convolve_for(int width, bool silu) {
-    static constexpr Convolve kAll[kMaxConvWidth][2] = {
-        {convolve<1, false>, convolve<1, true>}, {convolve<2, false>, convolve<2, true>},
-        {convolve<3, false>, convolve<3, true>}, {convolve<4, false>, convolve<4, true>},
-        {convolve<5, false>, convolve<5, true>}, {convolve<6, false>, convolve<6, true>},
-        {convolve<7, false>, convolve<7, true>}, {convolve<8, false>, convolve<8, true>}};
-    return kAll[width - 1][silu];
+  static Convolve convolve_for(int width) {
+    static constexpr Convolve kAll[kMaxConvWidth] = {convolve<1>, convolve<2>, convolve<3>,
+                                                     convolve<4>, convolve<5>, convolve<6>,
+                                                     convolve<7>, convolve<8>};
+    return kAll[width - 1];
+  }
+
+  static DELTANET_NOINLINE void apply_silu(Real* z, int count, int padded) {
+    for (int t = 0; t < count; ++t)
+#pragma GCC unroll 2
+      for (int c = 0; c < padded; c += X::kLanes)
+        X::store(z + t * kRow + c, silu<X>(X::load(z + t * kRow + c)));
   }
 
   static void run(const CausalConv1dParams& p, const ConvTask& task, void* scratch) {
@@ -186,12 +194,13 @@ struct CausalConv1d {
     }
     pack_weights(p, task, s.taps, s.bias, padded);
     pack_past(p, task, task.begin, s.rows, padded);
-    const Convolve convolve = convolve_for(p.width, p.silu);
+    const Convolve convolve = convolve_for(p.width);
     for (int64_t t = task.begin; t < task.end; t += kConvTokens) {
       const int count = int(task.end - t < kConvTokens ? task.end - t : kConvTokens);
       pack_rows<X>(token_rows(p.x, task.run.batch, task.channel_begin, t), count, task.channels,
                    s.rows + past * kRow, kRow, count, padded);
       convolve(s.taps, s.bias, s.rows + (past - (p.width - 1)) * kRow, count, padded, s.out);
+      if (p.silu) apply_silu(s.out, count, padded);
       store_rows<X>(s.out, kRow, token_rows(p.output, task.run.batch, task.channel_begin, t), count,
                     task.channels);
       std::memmove(s.rows, s.rows + count * kRow, sizeof(Real) * past * kRow);

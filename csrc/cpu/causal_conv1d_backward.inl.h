@@ -126,11 +126,11 @@ struct CausalConv1dBackward {
     else
       std::memset(s.dz, 0, sizeof(Real) * count * kRow);
     if (p.silu && p.grad_output) {
-      Forward::convolve_for(p.width, false)(s.taps, s.bias, s.rows, count, padded, s.z);
+      Forward::convolve_for(p.width)(s.taps, s.bias, s.rows, count, padded, s.z);
       times_slope(s.dz, s.z, count, padded);
     }
     if (p.d_x) {
-      Forward::convolve_for(p.width, false)(s.reversed, s.zero, s.dz, count, padded, s.z);
+      Forward::convolve_for(p.width)(s.reversed, s.zero, s.dz, count, padded, s.z);
       add_final(p, task, s, t, count, padded);
       store_rows<X>(s.z, kRow, tokens(p.d_x), count, task.channels);
     }
@@ -154,8 +154,7 @@ struct CausalConv1dBackward {
       run_tile(p, task, s, t, count, padded);
     }
     if (p.d_initial_states && past > 0) {
-      Forward::convolve_for(p.width, false)(s.reversed, s.zero, s.dz - past * kRow, past, padded,
-                                            s.z);
+      Forward::convolve_for(p.width)(s.reversed, s.zero, s.dz - past * kRow, past, padded, s.z);
       add_final(p, task, s, task.run.begin - past, past, padded);
       store_few_rows<X>(s.z, kRow,
                         token_rows(p.d_initial_states, task.run.sequence, task.channel_begin, 0),

@@ -35,8 +35,9 @@ __device__ __forceinline__ float4 silu_of(float4 z) {
   return make_float4(silu(z.x), silu(z.y), silu(z.z), silu(z.w));
 }
 
+// Two blocks of a multiprocessor for many taps: with the registers of three, one is spilled.
 template <int kTaps>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kTaps > 4 ? 2 : 3)
     causal_conv1d_kernel(const __grid_constant__ ConvParams p, Layout layout, bool output_quads) {
   __shared__ ForwardShared<kTaps> shared;
   const unsigned channel_blocks = unsigned((p.channels + kChannels - 1) / kChannels);
@@ -99,8 +100,24 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// The four numbers of a row that lie side by side, the last one first, or as many as there are.
+__device__ __forceinline__ void load_row(const void* data, DType dtype, int64_t at, int64_t stride,
+                                         int count, bool quads, float (&x)[kMaxConvWidth]) {
+  if (quads) {
+    const float4 quad = load_quad(data, dtype, at, 1, 4, true);
+    x[0] = quad.w, x[1] = quad.z, x[2] = quad.y, x[3] = quad.x;
+  }
+#pragma unroll
+  for (int i = 0; i < kMaxConvWidth; ++i)
+    if (!quads || i >= 4)
+      x[i] = i < count ? load_float(data, dtype, at + (count - 1 - i) * stride) : 0.f;
+}
+
+// A warp reads 32 rows of a state and of the weights. Rows of four numbers side by side, which is
+// what models have, are one access each, and whole sectors together.
 __global__ void __launch_bounds__(kThreads)
-    causal_conv1d_update_kernel(const __grid_constant__ ConvParams p) {
+    causal_conv1d_update_kernel(const __grid_constant__ ConvParams p, bool state_quads,
+                                bool weight_quads) {
   const auto [b, d] = row_channel(p.channels);
   if (d >= p.channels) return;
   const auto& y = p.output;
@@ -111,15 +128,19 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
 
-  // By distance from the token at hand.
-  float x[kMaxConvWidth], taps[kMaxConvWidth];
+  // By distance from the token at hand: the newest tokens of the state come first.
+  const auto& state = p.final_states;
+  const int64_t at = slot * state.stride[0] + d * state.stride[1];
+  const int kept = clamp_to(p.state_tokens, kMaxConvWidth - 1);  // by registers
+  float x[kMaxConvWidth + 1], taps[kMaxConvWidth];
+  load_row(p.weight.data, p.weight.dtype, d * p.weight.stride[0], p.weight.stride[1], p.width,
+           weight_quads, taps);
+  {
+    float past[kMaxConvWidth];
+    load_row(state.data, state.dtype, at + (p.state_tokens - kept) * state.stride[2],
+             state.stride[2], kept, state_quads, past);
 #pragma unroll
-  for (int i = 0; i < kMaxConvWidth; ++i) {
-    x[i] = i >= 1 && i < p.width ? past_input(p, slot, d, i) : 0.f;
-    taps[i] = i < p.width
-                  ? load_float(p.weight.data, p.weight.dtype,
-                               d * p.weight.stride[0] + (p.width - 1 - i) * p.weight.stride[1])
-                  : 0.f;
+    for (int i = 0; i < kMaxConvWidth; ++i) x[i + 1] = past[i];
   }
   const float bias =
       p.bias.data ? load_float(p.bias.data, p.bias.dtype, d * p.bias.stride[0]) : 0.f;
@@ -131,17 +152,23 @@ __global__ void __launch_bounds__(kThreads)
       if (i < p.width) z = fmaf(taps[i], x[i], z);
     store_float(y.data, y.dtype, to + t * y.stride[2], p.silu ? silu(z) : z);
 #pragma unroll
-    for (int i = kMaxConvWidth - 1; i > 0; --i) x[i] = x[i - 1];
+    for (int i = kMaxConvWidth; i > 0; --i) x[i] = x[i - 1];
   }
 
+  if (state_quads) {
+    store_quad(state.data, state.dtype, at, 1, 4, true, make_float4(x[4], x[3], x[2], x[1]));
+    return;
+  }
   // From the oldest on: what is read lies behind what is written.
-  const auto& state = p.final_states;
-  const int64_t at = slot * state.stride[0] + d * state.stride[1];
-  for (int64_t i = 0; i < p.state_tokens; ++i) {
+  for (int64_t i = 0; i < p.state_tokens - kept; ++i) {
     const int64_t from = i + p.tokens - p.state_tokens;  // below 0: a token that is kept
     store_float(state.data, state.dtype, at + i * state.stride[2],
                 from >= 0 ? input_at(p, b, d, from) : past_input(p, slot, d, int(-from)));
   }
+#pragma unroll
+  for (int i = 1; i < kMaxConvWidth; ++i)
+    if (i <= kept)
+      store_float(state.data, state.dtype, at + (p.state_tokens - i) * state.stride[2], x[i]);
 }
 
 template <int kTaps>
@@ -166,7 +193,8 @@ void causal_conv1d_update(const ConvParams& p, cudaStream_t stream) {
   check_supported("causal_conv1d_update", p);
   launch("causal_conv1d_update", causal_conv1d_update_kernel,
          row_channel_blocks(p.batch, p.channels), kThreads,
-         /*dynamic_shared=*/0, stream, p);
+         /*dynamic_shared=*/0, stream, p, p.state_tokens == 4 && quads_along(p.final_states, 2),
+         p.width == 4 && quads_along(p.weight, 1));
 }
 
 }  // namespace deltanet::cuda

@@ -218,17 +218,17 @@ __device__ __forceinline__ void convolve(const CausalConv1dParams& p, const floa
   for (int r = 0; r < kRun; ++r)
     whole = whole && places[r].behind == p.width - 1 && places[r].sequence >= 0;
   if (whole) {
-    float4 x[kTaps - 1 + kRun], tap[kTaps];
+    float4 x[kTaps - 1 + kRun];
 #pragma unroll
     for (int i = 0; i < kTaps - 1 + kRun; ++i) x[i] = tile_quad(tile, row - (kTaps - 1) + i, c);
 #pragma unroll
-    for (int i = 0; i < kTaps; ++i) tap[i] = quad_of(&taps[i < p.width ? i : 0][c]);
+    for (int r = 0; r < kRun; ++r) z[r] = bias;
 #pragma unroll
-    for (int r = 0; r < kRun; ++r) {
-      z[r] = bias;
+    for (int i = kTaps - 1; i >= 0; --i) {
+      if (i >= p.width) continue;
+      const float4 tap = quad_of(&taps[i][c]);
 #pragma unroll
-      for (int i = kTaps - 1; i >= 0; --i)
-        if (i < p.width) z[r] = add_tap(z[r], tap[i], x[r + kTaps - 1 - i]);
+      for (int r = 0; r < kRun; ++r) z[r] = add_tap(z[r], tap, x[r + kTaps - 1 - i]);
     }
     return;
   }

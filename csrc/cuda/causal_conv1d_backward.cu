@@ -116,7 +116,7 @@ __device__ __forceinline__ void add_products(const ConvBackwardParams& p,
   float x[kTaps];  // by distance from the token at hand
 #pragma unroll
   for (int i = 1; i < kTaps; ++i) x[i - 1] = shared.x[tile_at(kTaps + first - i, c)];
-#pragma unroll 4
+#pragma unroll 2
   for (int row = first; row < first + kPart; ++row) {
 #pragma unroll
     for (int i = kTaps - 1; i > 0; --i) x[i] = x[i - 1];
@@ -239,7 +239,8 @@ __device__ __forceinline__ float slope_gradient(const ConvBackwardParams& p, con
   return dy * slope;
 }
 
-__global__ void __launch_bounds__(kThreads)
+// Four blocks of a multiprocessor: with the registers of eight some are spilled.
+__global__ void __launch_bounds__(kThreads, 4)
     conv_state_gradient_kernel(const __grid_constant__ ConvBackwardParams p) {
   const unsigned blocks = unsigned((p.channels + kThreads - 1) / kThreads);
   const int64_t n = blockIdx.x / blocks;

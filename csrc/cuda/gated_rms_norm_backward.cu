@@ -39,8 +39,9 @@ __device__ __forceinline__ void step(float w, float r, float& x, float gate, flo
   dy = dy * w * (x * slope);
 }
 
+// Three blocks of a multiprocessor for narrow rows: ptxas by itself aims at four, and spills.
 template <int kGroup, int kQuads>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kQuads <= 2 ? 3 : 1)
     gated_rms_norm_backward_kernel(const __grid_constant__ GatedRmsNormBackwardParams p,
                                    const __grid_constant__ BackwardOptions options) {
   constexpr int kGroups = kThreads / kGroup;

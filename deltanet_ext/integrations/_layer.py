@@ -50,7 +50,7 @@ def switch(module: ModuleType, is_active: Callable[[], bool], *, functions: bool
         if functions and callable(module.__dict__.get(name)):
             replace(module, module, name, functools.partial(wrap, is_active=is_active))
     for held in list(vars(module).values()):
-        if _is_norm(held, module):
+        if _is_norm(held, module) and _is_ours(held):
             replace(module, held, "forward", functools.partial(_wrap_norm, is_active=is_active))
 
 
@@ -207,13 +207,22 @@ def _wrap_norm(original: Callable, is_active: Callable[[], bool]) -> Callable:
 
 
 def _is_norm(held: Any, module: ModuleType) -> bool:
-    """Is this one of the file's own classes, and does it compute what ours does?"""
-    if not isinstance(held, type) or not held.__name__.endswith("RMSNormGated"):
-        return False
-    norm: Any = held
-    if norm.__module__ != module.__name__ or "forward" not in norm.__dict__:
-        return False
+    """Is this a class of the file's own that is called a gated norm?"""
+    return (
+        isinstance(held, type)
+        and held.__name__.endswith("RMSNormGated")
+        and held.__module__ == module.__name__
+        and "forward" in held.__dict__
+    )
+
+
+def _is_ours(norm: Any) -> bool:
     return hasattr(norm.forward, "_deltanet_ext") or _computes_ours(norm)
+
+
+def is_another_norm(held: Any, module: ModuleType) -> bool:
+    """Is this a gated norm of the file that is left to transformers?"""
+    return _is_norm(held, module) and not _is_ours(held)
 
 
 @functools.cache

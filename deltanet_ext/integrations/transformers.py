@@ -341,6 +341,10 @@ def _left() -> dict[str, str]:
                 continue
             if held.__name__.endswith("DeltaAttention") and not _is_model(name, module):
                 left[f"{name}.{held.__name__}"] = "Kimi Delta Attention, which is another rule"
+            if _is_model(name, module) and _layer.is_another_norm(held, module):
+                left[f"{name}.{held.__name__}"] = (
+                    "it does not compute weight * norm(x) * silu(gate)"
+                )
     return left
 
 
@@ -350,7 +354,13 @@ def report() -> Report:
         functions = _registry.names()
         if not _active:
             return Report(False, _installed_version(), functions)
-        return Report(True, _installed_version(), functions, _backends(), _left())
+        left = _left()
+        if not _whole_layer:  # its wrappers are there, and call the originals
+            of_rule = {*_RULES, *_ATTRIBUTES}
+            rest = [name for name in functions if name.rpartition(".")[2] not in of_rule]
+            functions = tuple(name for name in functions if name not in rest)
+            left |= dict.fromkeys(rest, "layer=False")
+        return Report(True, _installed_version(), functions, _backends(), left)
 
 
 def _switch_on(layer: bool) -> Report:

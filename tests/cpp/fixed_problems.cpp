@@ -10,7 +10,9 @@
 #include <string>
 #include <vector>
 
+#include "cpu/causal_conv1d.h"
 #include "cpu/forward.h"
+#include "cpu/gated_rms_norm.h"
 #include "rule_call.h"
 
 namespace {
@@ -90,11 +92,58 @@ void inverse() {
   count([&] { cpu::triangular_inverse(p, SerialParallel()); });
 }
 
+std::vector<uint16_t> bf16_numbers(size_t count) {
+  std::vector<uint16_t> x(count);
+  for (size_t i = 0; i < count; ++i) x[i] = float_to_bf16(float(int(i * 37 % 101) - 50) / 25);
+  return x;
+}
+
+template <class AnyView>
+AnyView bf16_rows(void* data, int64_t columns) {
+  AnyView x;
+  x.data = data, x.dtype = DType::kBFloat16;
+  x.stride[0] = columns, x.stride[1] = 1;
+  return x;
+}
+
+// As a layer calls it: 96 tokens of 256 channels, channels-last, four taps and silu.
+void convolution() {
+  constexpr int64_t kTokens = 96, kChannels = 256, kWidth = 4;
+  std::vector<uint16_t> x = bf16_numbers(kTokens * kChannels), y(x.size()),
+                        weight = bf16_numbers(kChannels * kWidth);
+  const TokenRun run{0, 0, kTokens, 0};
+  CausalConv1dParams p;
+  p.batch = 1, p.channels = kChannels, p.tokens = kTokens;
+  p.width = kWidth, p.state_tokens = kWidth - 1, p.silu = true;
+  p.runs = &run, p.run_count = 1;
+  p.x.data = x.data(), p.output.data = y.data();
+  p.x.dtype = p.output.dtype = DType::kBFloat16;
+  for (int64_t* stride : {p.x.stride, p.output.stride})
+    stride[0] = kTokens * kChannels, stride[1] = 1, stride[2] = kChannels;
+  p.weight = bf16_rows<View<2>>(weight.data(), kWidth);
+  count([&] { cpu::causal_conv1d(p, SerialParallel()); });
+}
+
+void norm() {
+  constexpr int64_t kRows = 256, kColumns = 128;
+  std::vector<uint16_t> x = bf16_numbers(kRows * kColumns), gate = x, y(x.size()),
+                        weight = bf16_numbers(kColumns);
+  GatedRmsNormParams p;
+  p.rows = kRows, p.columns = kColumns, p.eps = 1e-6;
+  p.x = bf16_rows<View<2>>(x.data(), kColumns);
+  p.gate = bf16_rows<View<2>>(gate.data(), kColumns);
+  p.output = bf16_rows<MutableView<2>>(y.data(), kColumns);
+  p.weight.data = weight.data(), p.weight.dtype = DType::kBFloat16, p.weight.stride[0] = 1;
+  count([&] { cpu::gated_rms_norm(p, SerialParallel()); });
+}
+
 const std::map<std::string, std::function<void()>> kProblems = {
     {"chunk forward, fp32", [] { prefill(DType::kFloat32); }},
     {"chunk forward, bf16", [] { prefill(DType::kBFloat16); }},
     {"recurrent forward, fp32", decode},
     {"backward, fp32", gradients},
+    {"convolution, bf16", convolution},
+    {"gated norm, bf16", norm},
     {"triangular inverse, fp32", inverse},
 };
 

@@ -10,6 +10,7 @@ namespace {
 struct VecFunctions {
   int lanes, dot_rows;
   void (*exp_of_sum)(const float*, const float*, float*, int);
+  void (*one_plus_exp)(const float*, float*, int);
   void (*load_bf16)(const uint16_t*, float*, int);
   void (*load_f16)(const uint16_t*, float*, int);
   void (*store_bf16)(const float*, uint16_t*, int);
@@ -121,6 +122,20 @@ TEST_P(Vectors, ExpIsRightToOneUnitInTheLastPlace) {
   for (size_t i = 0; i < x.size(); ++i) {
     const double want = std::exp(double(x[i]));
     ASSERT_NEAR(got[i], want, want * 1.19e-7) << "exp(" << x[i] << ")";
+  }
+}
+
+TEST_P(Vectors, OnePlusExpIsRightToOneUnitInTheLastPlace) {
+  std::vector<float> x;
+  for (double at = -87; at < 200; at += 0.00317) x.push_back(float(at));
+  for (float tiny = 1; tiny > 1e-38f; tiny /= 3) x.insert(x.end(), {tiny, -tiny});
+  x.insert(x.end(), {0.f, -0.f, 1e4f, 3e38f, kInfinity});
+  x.resize((x.size() + 15) / 16 * 16, 0.f);
+  std::vector<float> got(x.size(), NAN);
+  functions().one_plus_exp(x.data(), got.data(), int(x.size()));
+  for (size_t i = 0; i < x.size(); ++i) {
+    const double want = 1 + std::exp(-double(x[i]));
+    ASSERT_NEAR(got[i], want, want * 1.19e-7) << "1 + exp(-" << x[i] << ")";
   }
 }
 

@@ -8,6 +8,9 @@ void exp_of_sum(const float* hi, const float* lo, float* out, int n) {
   for (int i = 0; i < n; i += X::kLanes)
     X::store(out + i, X::exp_of_sum(X::load(hi + i), X::load(lo + i)));
 }
+void one_plus_exp(const float* x, float* out, int n) {
+  for (int i = 0; i < n; i += X::kLanes) X::store(out + i, X::one_plus_exp(X::load(x + i)));
+}
 void load_bf16(const uint16_t* from, float* out, int n) {
   for (int i = 0; i < n; i += X::kLanes) X::store(out + i, X::load_bf16(from + i));
 }
@@ -38,5 +41,5 @@ void store_sums(const float* from, float* out, int ld) {
   for (int i = 0; i < X::kDotRows * 4; ++i) rows[i] = X::load(from + i * X::kLanes);
   X::store_sums(out, ld, rows);
 }
-const VecFunctions functions{X::kLanes,  X::kDotRows, exp_of_sum, load_bf16,  load_f16,
-                             store_bf16, store_f16,   sum,        copy_first, store_sums};
+const VecFunctions functions{X::kLanes,  X::kDotRows, exp_of_sum, one_plus_exp, load_bf16, load_f16,
+                             store_bf16, store_f16,   sum,        copy_first,   store_sums};
