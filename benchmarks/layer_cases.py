@@ -22,7 +22,7 @@ class LayerCase:
     tokens: int
     function: str
     quick: bool = True
-    train = False
+    train = backward = False
     bounds = ("GB/s",)  # its floor is one pass over memory
 
     def __str__(self) -> str:
