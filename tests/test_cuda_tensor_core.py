@@ -21,6 +21,7 @@ if reason := emulated.why_not():
 pytestmark = pytest.mark.slow  # the first run compiles for minutes
 
 BF16, FP16 = torch.bfloat16, torch.float16
+AUTO, NEVER, ALWAYS = 0, 1, 2  # warps with roles
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ def run(x: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
         options.pop("fast", False),
         options.pop("warps", 0),
         options.pop("segment_chunks", 0),
+        options.pop("roles", AUTO),
     )
 
 

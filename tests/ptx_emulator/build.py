@@ -388,8 +388,8 @@ TOGETHER = (
     ("gated_rms_norm", "gated_rms_norm.*"),
     ("paths", "forward|tensor_core|segments"),
     ("prepare", "prepare_.*"),
-    ("scan_output_bf16", "scan_output_bf16_.*"),
-    ("scan_output_fp16", "scan_output_fp16_.*"),
+    ("scan_output_bf16", "scan_(output|roles)_bf16_.*"),
+    ("scan_output_fp16", "scan_(output|roles)_fp16_.*"),
 )
 
 

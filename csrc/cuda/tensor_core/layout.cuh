@@ -16,6 +16,7 @@ namespace deltanet::cuda::tensor_core {
 
 constexpr int kChunk = 64;        // C
 constexpr int kWarpColumns = 16;  // columns of V that one warp of scan_output owns
+constexpr int kMostRolePairs = 2;  // warps of scan_roles that carry a state
 
 // Everything of one chunk and value head that does not depend on the state, as prepare writes it
 // and scan_output copies it to shared memory:
@@ -98,5 +99,12 @@ void scan_output(const Params& p, cudaStream_t stream);
 // Bytes of shared memory that scan_output needs.
 template <class Element, int kK, Precision kPrecision>
 int64_t scan_output_shared_bytes(int warps);
+
+// The same pass for few blocks, of up to kMostRolePairs warps, with outputs and kK = 128: another
+// warp beside each makes the output.
+template <class Element, int kK, Precision kPrecision>
+void scan_roles(const Params& p, cudaStream_t stream);
+template <class Element, int kK, Precision kPrecision>
+int64_t scan_roles_shared_bytes();
 
 }  // namespace deltanet::cuda::tensor_core
