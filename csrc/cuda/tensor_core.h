@@ -28,7 +28,8 @@ struct Options {
   Roles roles = Roles::kAuto;
   int warps = 0;  // 1, 2, 4, 8: 16 columns of V each, of a block of the chunk pass; 0: chosen from
                   // the number of sequences, HV, V and the device
-  // Chunks of 64 tokens in a segment; -1: never cut; 0: chosen likewise. Results differ in rounding.
+  // Chunks of 64 tokens in a segment; -1: never cut; 0: chosen likewise. Results differ in
+  // rounding.
   int64_t segment_chunks = 0;
 };
 

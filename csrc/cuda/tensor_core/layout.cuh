@@ -14,8 +14,8 @@
 
 namespace deltanet::cuda::tensor_core {
 
-constexpr int kChunk = 64;        // C
-constexpr int kWarpColumns = 16;  // columns of V that one warp of scan_output owns
+constexpr int kChunk = 64;         // C
+constexpr int kWarpColumns = 16;   // columns of V that one warp of scan_output owns
 constexpr int kMostRolePairs = 2;  // warps of scan_roles that carry a state
 
 // Everything of one chunk and value head that does not depend on the state, as prepare writes it

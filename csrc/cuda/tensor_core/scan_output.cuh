@@ -174,7 +174,9 @@ struct ScanOutput {
     return Traits::kRoles ? fresh_thread() - p.warps * 32 : fresh_thread();
   }
   // Which buffer of q, v and T a chunk lies in.
-  static __device__ __forceinline__ int stage_of(int chunk) { return chunk & (Traits::kStages - 1); }
+  static __device__ __forceinline__ int stage_of(int chunk) {
+    return chunk & (Traits::kStages - 1);
+  }
 
   // This lane's ldmatrix address in a tile of keys or queries, as A or as B operand, and in T, P or
   // the warp's v.
@@ -258,7 +260,8 @@ struct ScanOutput {
     load_linear(smem_address(&s.gates[chunk & 1]), record(chunk), sizeof(s.gates[0]));
   }
   __device__ __forceinline__ void load_q(int chunk) const {
-    if (p.rule.query.data && !p.making_maps) load_rows(smem_address(s.q[stage_of(chunk)]), p.rule.query, chunk);
+    if (p.rule.query.data && !p.making_maps)
+      load_rows(smem_address(s.q[stage_of(chunk)]), p.rule.query, chunk);
   }
   __device__ __forceinline__ void load_v(int chunk) const {
     const auto& x = p.rule.value;
@@ -588,8 +591,8 @@ struct ScanOutput {
     }
   }
 
-  // o = diag(e^G) Q S, for the stored factors of the rows of S. S is split a second time, which keeps
-  // x and o from being live together.
+  // o = diag(e^G) Q S, for the stored factors of the rows of S. S is split a second time, which
+  // keeps x and o from being live together.
   __device__ __forceinline__ void query_state(Values& o, const State& S, const Element* queries,
                                               const float (&decay)[C],
                                               const float (&unscale)[2]) const {

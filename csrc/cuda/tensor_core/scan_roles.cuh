@@ -7,7 +7,8 @@
 //   state's warps    X, V', S: equations (5) and (7), two thirds of the products
 //   output's warps   O: equation (6), and all copies
 //
-// Work split:  a state's and an output's warp own the same 16 columns of V. The first hands S and V'
+// Work split:  a state's and an output's warp own the same 16 columns of V. The first hands S and
+// V'
 //              over as its fp32 accumulators, as they lie in its registers.
 // Barriers:    two per chunk, and the state's side of each is the longer one:
 //                A  the chunk's tiles are here, V' of the chunk before too
@@ -42,9 +43,9 @@ struct SharedOfRoles {
 template <class Traits>
 struct ScanRoles : ScanOutput<Traits> {
   using Base = ScanOutput<Traits>;
+  using Base::C, Base::kK, Base::p, Base::s;
   using typename Base::State;
   using typename Base::Values;
-  using Base::C, Base::kK, Base::p, Base::s;
   static_assert(Traits::kRoles);
 
   Handover<kK>* handover;
@@ -149,7 +150,7 @@ struct ScanRoles : ScanOutput<Traits> {
       cp_async_commit();
       if (chunk > begin || first > 0) finish_output(o, before, first_before);
 
-      meet();  // B
+      meet();           // B
       if (new_chunk) {  // what finish_output has read
         this->load_P(chunk);
         load_gates(chunk + 1);
@@ -209,9 +210,10 @@ template <class Element, int kK, Precision kPrecision>
 void scan_roles(const Params& p, cudaStream_t stream) {
   using Traits = ScanTraits<Element, kK, kPrecision, true>;
   const int64_t columns = p.warps * kWarpColumns;
-  launch("scan_roles", scan_roles_kernel<Traits>,
-         (p.rule.dim_v + columns - 1) / columns * p.rule.value_heads * p.rule.sequences * p.segments,
-         p.warps * 64, sizeof(SharedOfRoles<Traits>), stream, p);
+  launch(
+      "scan_roles", scan_roles_kernel<Traits>,
+      (p.rule.dim_v + columns - 1) / columns * p.rule.value_heads * p.rule.sequences * p.segments,
+      p.warps * 64, sizeof(SharedOfRoles<Traits>), stream, p);
 }
 
 }  // namespace deltanet::cuda::tensor_core
