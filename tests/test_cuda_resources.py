@@ -41,13 +41,17 @@ def test_every_kernel_has_its_rows() -> None:
 
 
 def test_everything_fits_a_block_of_99_kb() -> None:
-    """K = 128 and 64 columns of V: what the tensor cores take nowhere needs another tile."""
-    assert max(int(row["shared"]) for row in table()) <= SMALL
+    """K = 128 and 64 columns of V: what the tensor cores take nowhere needs another tile.
+
+    scan_roles does not fit: scan_output runs in its place, see below.
+    """
+    rows = [row for row in table() if row["kernel"] != "scan_roles_kernel"]
+    assert max(int(row["shared"]) for row in rows) <= SMALL
 
 
 def test_the_table_shows_no_spill_in_the_loop_over_the_chunks() -> None:
-    passes = [row for row in table() if row["kernel"] == "scan_output_kernel"]
-    assert len(passes) == 2 * 8
+    passes = [r for r in table() if r["kernel"] in ("scan_output_kernel", "scan_roles_kernel")]
+    assert len(passes) == 2 * (8 + 4)
     assert [row for row in passes if row["in loops"] != "0"] == []
     assert all(int(row["blocks"]) >= 1 for row in passes)
 
@@ -66,7 +70,7 @@ def test_the_table_of_the_backward_pass_is_true() -> None:
 
 @pytest.mark.slow
 def test_the_table_of_the_chunk_pass_is_true() -> None:
-    check_the_table("tensor_core/scan_output_", files=8)
+    check_the_table("tensor_core/scan_", files=12)
 
 
 def check_the_table(part: str, files: int) -> None:
@@ -168,4 +172,6 @@ def test_a_device_with_99_kb_takes_a_narrower_tile() -> None:
 def test_a_device_with_99_kb_uses_its_tensor_cores() -> None:
     error, kernels = call(86, "bfloat16", 128)
     assert "scan_output_kernel" in kernels
-    assert error <= 2e-3
+    same, with_roles = call(80, "bfloat16", 128)
+    assert "scan_roles_kernel" in with_roles
+    assert error == same <= 2e-3
