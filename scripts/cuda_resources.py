@@ -29,6 +29,7 @@ TABLE = ROOT / "docs" / "cuda_resources.md"
 ARCHITECTURES = ("80", "90")
 # Of a multiprocessor: registers, shared memory in KB (each block takes 1 KB more), threads, blocks.
 REGISTERS, SHARED_KB, THREADS, MOST_BLOCKS = 65536, {"80": 164, "90": 228}, 2048, 32
+PRECISIONS = ("exact", "fast")
 SMALL_KB = 99  # what sm_86, 89 and 120 give a block
 
 sys.path.insert(0, str(ROOT / "tests" / "ptx_emulator"))
@@ -47,11 +48,11 @@ DYNAMIC = """
 using namespace deltanet::cuda;
 using namespace deltanet::cuda::tensor_core;
 #define SHOW(E, K, P) \\
-  std::printf("scan_output_" #E "_" #K "_%s/scan_output_kernel %d\\n", \\
+  std::printf("scan_output_" #E "_" #K "/scan_output_kernel<" #K ", %s> %d\\n", \\
               P == Precision::kExact ? "exact" : "fast", \\
               int(tensor_core::ScanTraits<E, K, P>::shared_bytes(4)));
 #define ROLES(E, P) \\
-  std::printf("scan_roles_" #E "_128_%s/scan_roles_kernel %d\\n", \\
+  std::printf("scan_roles_" #E "_128/scan_roles_kernel<128, %s> %d\\n", \\
               P == Precision::kExact ? "exact" : "fast", \\
               int(sizeof(SharedOfRoles<tensor_core::ScanTraits<E, 128, P, true>>)));
 #define SIMT(C) std::printf("simt_forward/scan_kernel<" #C "> %d\\n", \\
@@ -121,12 +122,13 @@ def dynamic_shared() -> dict[str, int]:
 
 
 def short_name(mangled: str) -> str:
-    """The kernel's name with its numbers: what else a template takes stands in the file's name."""
+    """The kernel's name with its numbers and precision: element types stand in the file's name."""
     text = run(["c++filt", mangled]).strip().replace("(anonymous namespace)::", "")
     name = re.search(r"(\w+_kernel)(?:<(.*)>)?\(", text)
     if name is None:
         return text
-    numbers = re.findall(r"(?<![\w])\d+(?![\w])", name[2] or "")
+    values = re.sub(r"\(\S*Precision\)([01])", lambda x: PRECISIONS[int(x[1])], name[2] or "")
+    numbers = re.findall(rf"(?<![\w])(?:\d+|{'|'.join(PRECISIONS)})(?![\w])", values)
     return name[1] + (f"<{', '.join(numbers)}>" if numbers else "")
 
 
@@ -151,9 +153,6 @@ def rows_of(source: Path, arch: str, dynamic: dict[str, int]) -> list[str]:
         elif found := re.search(r"Used (\d+) registers", line):
             static = re.search(r"(\d+) bytes smem", line)
             name = short_name(mangled)
-            tensor_core = source.parent.name == "tensor_core" and source.stem != "segments"
-            if tensor_core:
-                name = name.split("<")[0]
             shared = int(static[1]) if static else 0
             shared += dynamic.get(f"{source.stem}/{name}", 0)
             threads = code[mangled].threads or 128  # the chunk pass has __maxnreg__ alone

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,12 +46,12 @@ def test_everything_fits_a_block_of_99_kb() -> None:
 
     scan_roles does not fit: scan_output runs in its place, see below.
     """
-    rows = [row for row in table() if row["kernel"] != "scan_roles_kernel"]
+    rows = [row for row in table() if "scan_roles" not in row["kernel"]]
     assert max(int(row["shared"]) for row in rows) <= SMALL
 
 
 def test_the_table_shows_no_spill_in_the_loop_over_the_chunks() -> None:
-    passes = [r for r in table() if r["kernel"] in ("scan_output_kernel", "scan_roles_kernel")]
+    passes = [row for row in table() if re.match("scan_(output|roles)", row["kernel"])]
     assert len(passes) == 2 * (8 + 4)
     assert [row for row in passes if row["in loops"] != "0"] == []
     assert all(int(row["blocks"]) >= 1 for row in passes)
@@ -70,7 +71,7 @@ def test_the_table_of_the_backward_pass_is_true() -> None:
 
 @pytest.mark.slow
 def test_the_table_of_the_chunk_pass_is_true() -> None:
-    check_the_table("tensor_core/scan_", files=12)
+    check_the_table("tensor_core/scan_", files=6)
 
 
 def check_the_table(part: str, files: int) -> None:

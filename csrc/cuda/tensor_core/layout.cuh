@@ -86,7 +86,7 @@ __device__ __forceinline__ unsigned char* record_of(const Params& p, int64_t chu
   return p.records + (chunk * p.rule.value_heads + head) * p.record_bytes;
 }
 
-// The stages. Each instance is compiled in a file of its own; K <= kK.
+// The stages. Each element type and kK is compiled in a file of its own; K <= kK.
 
 // Writes the records of all chunks, and zeros to the outputs behind the last packed sequence.
 template <class Element, int kK>
