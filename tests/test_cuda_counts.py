@@ -59,6 +59,9 @@ def test_bank_conflicts_elsewhere_stay_few(results: cuda_counts.Results) -> None
 @pytest.mark.parametrize("heads", cuda_counts.HEADS)
 def test_few_launches_that_fill_the_device(heads: int, results: cuda_counts.Results) -> None:
     plan, packed = results.plans[heads], results.packed[heads]
+    # Roles and 32 columns of V where that is one block for each multiprocessor, or 16, or segments.
+    assert plan.roles == (heads < 64)
+    assert (plan.warps, plan.segments) == {8: (2, 4), 16: (1, 1), 32: (2, 1), 64: (4, 1)}[heads]
     assert len(plan.grids) == (4 if plan.segments > 1 else 2)
     assert packed.grids[0].name == "chunk_table"
     assert len(packed.grids) == len(plan.grids) + 1 <= cuda_counts.MOST_LAUNCHES
