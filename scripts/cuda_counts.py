@@ -40,8 +40,8 @@ MOST_BYTES, MOST_MMA = 1.55, {"exact": 2.3, "fast": 1.6}
 MOST_LAUNCHES, LEAST_BUSY = 5, 0.95
 
 # The machine of the estimate. mma.sync reaches 62% of Hopper's peak of 4.0 cycles per m16n8k16 and
-# tensor core in published microbenchmarks; 4.3 TB/s is a device copy on an H200. What L2 gives is an
-# assumption, and no generous one.
+# tensor core in published microbenchmarks; 4.3 TB/s is a device copy on an H200. What L2 gives is
+# an assumption, and no generous one.
 CLOCK, MMA_CYCLES, BARRIER_CYCLES, DRAM, L2 = 1.755e9, 6.4, 120, 4.3e12, 5.5e12
 BARRIERS_PER_CHUNK = {"scan_output": 3, "scan_roles": 2}
 RESIDENT = {"prepare": 4, "scan_output": 2, "scan_roles": 1, "scan_segments": 2}

@@ -190,8 +190,8 @@ def page(sources: list[Path]) -> str:
 Written by `scripts/cuda_resources.py` with nvcc {release()}. Spills: bytes that a thread stores,
 and how many instructions of loops spill; tests/test_cuda_resources.py keeps `scan_output` and
 `scan_roles`, the loops over the chunks, free of them. Shared memory: static and dynamic bytes, at
-K = 128, of the chunk pass with 64 columns of V, or with roles 32. Blocks: how many fit on one multiprocessor of an A100 (sm_80) or
-an H100 (sm_90).
+K = 128, of the chunk pass with 64 columns of V, or with roles 32. Blocks: how many fit on one
+multiprocessor of an A100 (sm_80) or an H100 (sm_90).
 
 Devices of sm_86, 89 and 120 give a block {SMALL_KB} KB ({SMALL_KB << 10} bytes): all of these fit
 but `scan_roles`, in whose place `scan_output` runs there.
