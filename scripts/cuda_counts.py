@@ -445,8 +445,7 @@ The bar for bytes is one per launch: all launches together move what `prepare` h
 q and k twice. Both stages read from L2 what other blocks have read; what blocks ask for is more.
 
 Bank conflicts, per access: in `prepare` ({beyond / passes:.0%} of its wavefronts) and, once per
-call, in the scan by key (at HV = 8). Rows of fp32 matrices are read as A operands, as B
-operands, and written as accumulators; no pitch serves all three.
+call, in the scan by key (at HV = 8).
 
 {sites}
 
