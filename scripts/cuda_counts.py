@@ -40,9 +40,12 @@ MOST_BYTES, MOST_MMA = 1.55, {"exact": 2.3, "fast": 1.6}
 MOST_LAUNCHES, LEAST_BUSY = 5, 0.95
 
 # The machine of the estimate. mma.sync reaches 62% of Hopper's peak of 4.0 cycles per m16n8k16 and
-# tensor core in published microbenchmarks; 4.3 TB/s is a device copy on an H200.
-CLOCK, MMA_CYCLES, BARRIER_CYCLES, DRAM = 1.755e9, 6.4, 120, 4.3e12
-BARRIERS_PER_CHUNK, RESIDENT = 3, {"prepare": 4, "scan_output": 2, "scan_segments": 2}
+# tensor core in published microbenchmarks; 4.3 TB/s is a device copy on an H200. What L2 gives is
+# an assumption, and no generous one.
+CLOCK, MMA_CYCLES, BARRIER_CYCLES, DRAM, L2 = 1.755e9, 6.4, 120, 4.3e12, 5.5e12
+BARRIERS_PER_CHUNK = {"scan_output": 3, "scan_roles": 2}
+RESIDENT = {"prepare": 4, "scan_output": 2, "scan_roles": 1, "scan_segments": 2}
+PASSES = ("scan_output", "scan_roles")  # over the chunks
 EXPECTED_SHARE = 0.7  # of the bound: stalls are not counted
 # Published, B = 1, T = 8192, bf16, d = 128, H200, microseconds: FlashQLA's own benchmark, which has
 # fla beside it.
@@ -58,6 +61,7 @@ class Launch:
     threads: int
     read: int  # distinct bytes, in sectors
     written: int
+    asked: int  # of L2: what every block asks for
     mma: float  # as so many m16n8k16
     tensor: float  # the same in time: tf32 has half the rate
     wavefronts: int
@@ -84,6 +88,7 @@ class Plan:
     warps: int
     segment_chunks: int
     segments: int
+    roles: bool
 
 
 def nvcc_release() -> str:
@@ -110,19 +115,22 @@ def call(*arguments: object, count: Path | None = None) -> str:
 
 
 def plan(heads: int, packed: bool = False) -> Plan:
-    lines = call("launches", LONG, HEADS[heads], heads, PROCESSORS, int(packed)).splitlines()
+    # Nothing runs, but in count mode the kernels need not be translated a second time.
+    options = (LONG, HEADS[heads], heads, PROCESSORS, int(packed))
+    lines = call("launches", *options, count=Path(os.devnull)).splitlines()
     *rows, last = (line.split() for line in lines)
-    _, warps, segment_chunks, segments = last
+    _, warps, segment_chunks, segments, roles = last
     return Plan(
         [Grid(name, int(blocks)) for name, blocks, *_ in rows],
         int(warps),
         int(segment_chunks),
         int(segments),
+        roles == "1",
     )
 
 
 def short_name(kernel: str) -> str:
-    names = ("prepare", "scan_output", "scan_segments", "chunk_table")
+    names = ("prepare", "scan_output", "scan_roles", "scan_segments", "chunk_table")
     return next(name for name in names if f"{name}_kernel" in kernel)
 
 
@@ -139,6 +147,7 @@ def launch_of(counted: dict[str, Any]) -> Launch:
         math.prod(counted["block"]),
         counted["global"]["distinct_bytes_read"],
         counted["global"]["distinct_bytes_written"],
+        32 * sum(kind["sectors"] for kind in counted["global"].values() if isinstance(kind, dict)),
         mma,
         tensor,
         sum(kind["wavefronts"] for kind in shared),
@@ -159,7 +168,7 @@ def count(heads: int, plan: Plan, fast: bool = False) -> list[Launch]:
     processors = PROCESSORS if narrow else math.ceil(PROCESSORS / shrink)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "counts.jsonl"
-        options = (processors, int(fast), plan.warps, segment_chunks)
+        options = (processors, int(fast), plan.warps, segment_chunks, int(plan.roles))
         call("run", SHORT, HEADS[heads], heads, *options, count=file)
         found = [launch_of(json.loads(line)) for line in file.read_text().splitlines()]
     for launch, grid in zip(found, plan.grids, strict=True):
@@ -200,8 +209,18 @@ def evenness(blocks: int) -> float:
     return blocks / (PROCESSORS * math.ceil(blocks / PROCESSORS))
 
 
-def bound(launch: Launch, grid: Grid, chunks_in_a_row: float) -> tuple[float, str]:
-    """Least seconds of one launch of the long call, and what sets them."""
+def state_mma(results: Results) -> float:
+    """What a warp multiplies per chunk to carry its state on: a map's launch does nothing else."""
+    heads, plan = next((n, x) for n, x in results.plans.items() if x.segments > 1)
+    maps = next(x for x in results.exact[heads] if x.name == "scan_output")
+    return maps.tensor / (maps.blocks * plan.warps * (SHORT / CHUNK / plan.segments))
+
+
+def bound(launch: Launch, grid: Grid, chunks_in_a_row: float, state: float) -> tuple[float, str]:
+    """Least seconds of one launch of the long call, and what sets them.
+
+    `state`: mma per chunk of a warp that carries a state.
+    """
     # The scan by key goes over segments, of which there are as many.
     longer = 1 if launch.name == "scan_segments" else LONG / SHORT
     per_block = longer / grid.blocks
@@ -213,12 +232,15 @@ def bound(launch: Launch, grid: Grid, chunks_in_a_row: float) -> tuple[float, st
         "shared memory": launch.wavefronts * per_block * most,
         "instructions": launch.instructions * per_block * most / cores,
     }
-    if launch.name == "scan_output":
+    if launch.name in PASSES:
         per_warp = launch.tensor * per_block / (launch.threads // 32)
-        waits = chunks_in_a_row * BARRIERS_PER_CHUNK * BARRIER_CYCLES
+        if launch.name == "scan_roles":
+            per_warp = chunks_in_a_row * state
+        waits = chunks_in_a_row * BARRIERS_PER_CHUNK[launch.name] * BARRIER_CYCLES
         cycles["one chain"] = (per_warp * MMA_CYCLES + waits) * math.ceil(most / at_once)
     seconds = {what: n / CLOCK for what, n in cycles.items()}
     seconds["memory"] = launch.bytes * longer / DRAM
+    seconds["L2"] = launch.asked * longer / L2
     what = max(seconds, key=lambda name: seconds[name])
     return seconds[what], what
 
@@ -229,6 +251,12 @@ class Results:
     packed: dict[int, Plan]
     exact: dict[int, list[Launch]]
     fast: list[Launch]  # MAIN heads
+    fast_wide: list[Launch]  # the most heads: 64 columns of V
+
+    def passes(self) -> list[Launch]:
+        """Of any tile: 16, 32 and 64 columns of V, maps of segments, exact and fast."""
+        launches = (*self.exact.values(), self.fast, self.fast_wide)
+        return [x for y in launches for x in y if x.name in PASSES]
 
 
 def measure() -> Results:
@@ -238,6 +266,7 @@ def measure() -> Results:
         {heads: plan(heads, packed=True) for heads in HEADS},
         {heads: count(heads, plans[heads]) for heads in HEADS},
         count(MAIN, plans[MAIN], fast=True),
+        count(max(HEADS), plans[max(HEADS)], fast=True),
     )
 
 
@@ -295,8 +324,7 @@ def bars(results: Results) -> list[tuple[str, str, str, bool]]:
                 ratio <= MOST_MMA[precision],
             )
         )
-    passes = [x for y in (*results.exact.values(), fast) for x in y if x.name == "scan_output"]
-    conflicts = sum(x.conflicts for x in passes)
+    conflicts = sum(x.conflicts for x in results.passes())
     found.append(("bank conflicts in the chunk loop", "0", str(conflicts), conflicts == 0))
     plans = [*results.plans.values(), *results.packed.values()]
     most_launches = max(len(x.grids) for x in plans)
@@ -350,7 +378,7 @@ def section(results: Results) -> str:
         "|> conflicts",
         rows,
     )
-    scans = [x for y in (8, 16) for x in results.exact[y] if x.name == "scan_segments"]
+    scans = [x for y in results.exact.values() for x in y if x.name == "scan_segments"]
     sites = table(
         "where|access|> requests|> more wavefronts",
         [list(site) for site in conflicts_by_site(results.exact[MAIN] + scans)],
@@ -377,7 +405,7 @@ def section(results: Results) -> str:
     for heads, x in results.plans.items():
         in_a_row = min(x.segment_chunks, LONG // CHUNK)
         bounds = [
-            bound(launch, grid, in_a_row)
+            bound(launch, grid, in_a_row, state_mma(results))
             for launch, grid in zip(results.exact[heads], x.grids, strict=True)
         ]
         total = sum(seconds for seconds, _ in bounds) * 1e6
@@ -417,8 +445,7 @@ The bar for bytes is one per launch: all launches together move what `prepare` h
 q and k twice. Both stages read from L2 what other blocks have read; what blocks ask for is more.
 
 Bank conflicts, per access: in `prepare` ({beyond / passes:.0%} of its wavefronts) and, once per
-call, in the scan by key (at HV = 8 and 16). Rows of fp32 matrices are read as A operands, as B
-operands, and written as accumulators; no pitch serves all three.
+call, in the scan by key (at HV = 8).
 
 {sites}
 
@@ -432,9 +459,10 @@ sets the time, and the last column is what remains. Packed sequences add the chu
 
 **An estimate, not a result**, for an H200 at {CLOCK / 1e9} GHz, in microseconds, exact products:
 the least that counts allow (mma at {MMA_CYCLES} cycles, one shared-memory wavefront a cycle, one
-PTX instruction other than a move a cycle and scheduler, {DRAM / 1e12} TB/s, each chain of chunks
-one after the other), to the same at {EXPECTED_SHARE:.0%} of it. No GPU has run these kernels. The
-other columns are published measurements of others.
+PTX instruction other than a move a cycle and scheduler, {DRAM / 1e12} TB/s of memory, {L2 / 1e12}
+TB/s of L2, which is an assumption, each chain of chunks one after the other), to the same at
+{EXPECTED_SHARE:.0%} of it. No GPU has run these kernels. The other columns are published
+measurements of others.
 
 {estimate}
 {END}"""

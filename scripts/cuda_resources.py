@@ -29,6 +29,7 @@ TABLE = ROOT / "docs" / "cuda_resources.md"
 ARCHITECTURES = ("80", "90")
 # Of a multiprocessor: registers, shared memory in KB (each block takes 1 KB more), threads, blocks.
 REGISTERS, SHARED_KB, THREADS, MOST_BLOCKS = 65536, {"80": 164, "90": 228}, 2048, 32
+PRECISIONS = ("exact", "fast")
 SMALL_KB = 99  # what sm_86, 89 and 120 give a block
 
 sys.path.insert(0, str(ROOT / "tests" / "ptx_emulator"))
@@ -42,14 +43,18 @@ DYNAMIC = """
 #include "cuda/simt_gradients.cuh"
 #include "cuda/simt_prepare.cuh"
 #include "cuda/simt_scan.cuh"
-#include "cuda/tensor_core/scan_output.cuh"
+#include "cuda/tensor_core/scan_roles.cuh"
 #include "cuda/triangular_inverse.cu"
 using namespace deltanet::cuda;
 using namespace deltanet::cuda::tensor_core;
 #define SHOW(E, K, P) \\
-  std::printf("scan_output_" #E "_" #K "_%s/scan_output_kernel %d\\n", \\
+  std::printf("scan_output_" #E "_" #K "/scan_output_kernel<" #K ", %s> %d\\n", \\
               P == Precision::kExact ? "exact" : "fast", \\
               int(tensor_core::ScanTraits<E, K, P>::shared_bytes(4)));
+#define ROLES(E, P) \\
+  std::printf("scan_roles_" #E "_128/scan_roles_kernel<128, %s> %d\\n", \\
+              P == Precision::kExact ? "exact" : "fast", \\
+              int(sizeof(SharedOfRoles<tensor_core::ScanTraits<E, 128, P, true>>)));
 #define SIMT(C) std::printf("simt_forward/scan_kernel<" #C "> %d\\n", \\
                             int(simt::ScanTraits<C>::shared_bytes(128)));
 #define BACKWARD(FILE, NAME, TRAITS) \\
@@ -61,6 +66,8 @@ int main() {
   SHOW(bf16, 128, Precision::kExact) SHOW(bf16, 128, Precision::kFast)
   SHOW(fp16, 64, Precision::kExact) SHOW(fp16, 64, Precision::kFast)
   SHOW(fp16, 128, Precision::kExact) SHOW(fp16, 128, Precision::kFast)
+  ROLES(bf16, Precision::kExact) ROLES(bf16, Precision::kFast)
+  ROLES(fp16, Precision::kExact) ROLES(fp16, Precision::kFast)
   SIMT(16) SIMT(32) SIMT(64)
   BACKWARD(adjoint, adjoint_kernel<16>, AdjointTraits<16>)
   BACKWARD(adjoint, adjoint_kernel<32>, AdjointTraits<32>)
@@ -115,12 +122,13 @@ def dynamic_shared() -> dict[str, int]:
 
 
 def short_name(mangled: str) -> str:
-    """The kernel's name with its numbers: what else a template takes stands in the file's name."""
+    """The kernel's name with its numbers and precision: element types stand in the file's name."""
     text = run(["c++filt", mangled]).strip().replace("(anonymous namespace)::", "")
     name = re.search(r"(\w+_kernel)(?:<(.*)>)?\(", text)
     if name is None:
         return text
-    numbers = re.findall(r"(?<![\w])\d+(?![\w])", name[2] or "")
+    values = re.sub(r"\(\S*Precision\)([01])", lambda x: PRECISIONS[int(x[1])], name[2] or "")
+    numbers = re.findall(rf"(?<![\w])(?:\d+|{'|'.join(PRECISIONS)})(?![\w])", values)
     return name[1] + (f"<{', '.join(numbers)}>" if numbers else "")
 
 
@@ -145,11 +153,9 @@ def rows_of(source: Path, arch: str, dynamic: dict[str, int]) -> list[str]:
         elif found := re.search(r"Used (\d+) registers", line):
             static = re.search(r"(\d+) bytes smem", line)
             name = short_name(mangled)
-            if "scan_output" in name or ("prepare" in name and source.stem != "simt_forward"):
-                name = name.split("<")[0]
             shared = int(static[1]) if static else 0
             shared += dynamic.get(f"{source.stem}/{name}", 0)
-            threads = code[mangled].threads or 128  # scan_output has __maxnreg__ alone
+            threads = code[mangled].threads or 128  # the chunk pass has __maxnreg__ alone
             registers = int(found[1])
             cells = (
                 source.stem,
@@ -182,12 +188,13 @@ def page(sources: list[Path]) -> str:
     return f"""# What the CUDA kernels occupy
 
 Written by `scripts/cuda_resources.py` with nvcc {release()}. Spills: bytes that a thread stores,
-and how many instructions of loops spill; tests/test_cuda_resources.py keeps `scan_output`, the
-loop over the chunks, free of them. Shared memory: static and dynamic bytes, at K = 128, of the
-chunk pass with 64 columns of V. Blocks: how many fit on one multiprocessor of an A100 (sm_80) or
-an H100 (sm_90).
+and how many instructions of loops spill; tests/test_cuda_resources.py keeps `scan_output` and
+`scan_roles`, the loops over the chunks, free of them. Shared memory: static and dynamic bytes, at
+K = 128, of the chunk pass with 64 columns of V, or with roles 32. Blocks: how many fit on one
+multiprocessor of an A100 (sm_80) or an H100 (sm_90).
 
-Devices of sm_86, 89 and 120 give a block {SMALL_KB} KB ({SMALL_KB << 10} bytes): all of these fit.
+Devices of sm_86, 89 and 120 give a block {SMALL_KB} KB ({SMALL_KB << 10} bytes): all of these fit
+but `scan_roles`, in whose place `scan_output` runs there.
 With K = 256 the fp32 scan takes a narrower tile of V there.
 
 | file | kernel | for | threads | registers | spills | in loops | shared | blocks |

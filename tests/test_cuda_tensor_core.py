@@ -21,6 +21,7 @@ if reason := emulated.why_not():
 pytestmark = pytest.mark.slow  # the first run compiles for minutes
 
 BF16, FP16 = torch.bfloat16, torch.float16
+AUTO, NEVER, ALWAYS = 0, 1, 2  # warps with roles
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ def run(x: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
         options.pop("fast", False),
         options.pop("warps", 0),
         options.pop("segment_chunks", 0),
+        options.pop("roles", AUTO),
     )
 
 
@@ -202,18 +204,37 @@ CASES = [
 ]
 
 
+def assert_roles_change_nothing(x: dict[str, Any], **options: Any) -> None:
+    """Warps with roles give the same bits as warps that do all of it."""
+    results = [run(x, roles=roles, **{"warps": 2, **options}) for roles in (ALWAYS, NEVER)]
+    for name, a, b in zip(("output", "state"), *results, strict=True):
+        assert_same_bits(a, b, f"{name}, {options}")
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_recurrence(case):
     x = case.inputs()
-    assert_right(run(x), x, case.state_error)
+    assert_right(run(x, roles=NEVER), x, case.state_error)
+    if case.K > 64:  # elsewhere there are no roles
+        assert_roles_change_nothing(x)
 
 
-def test_schedules_change_nothing():
-    x = Case("schedules", T=150).inputs()
-    want = run(x)
+@pytest.mark.parametrize("g", ["model", "wandering"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_roles_in_a_block_of_16_columns(g, dtype):
+    assert_roles_change_nothing(
+        Case("narrow-roles", T=130, HV=1, g=g, dtype=dtype).inputs(), warps=1
+    )
+
+
+@pytest.mark.parametrize("roles", [NEVER, ALWAYS])
+def test_schedules_change_nothing(roles):
+    x = Case("schedules", T=150, g="wandering").inputs()
+    want = run(x, warps=2, roles=roles)
     for seed in (1, 2, 3, 4):
         with emulated.schedule(seed):
-            for name, a, b in zip(("output", "state"), run(x), want, strict=True):
+            got = run(x, warps=2, roles=roles)
+            for name, a, b in zip(("output", "state"), got, want, strict=True):
                 assert_same_bits(a, b, f"{name}, schedule {seed}")
 
 
@@ -233,6 +254,8 @@ def test_fast_is_nearly_as_good_as_rounding(case):
     want, want_state = expected(x)
     assert rmse_ratio(out, want) <= 2.5e-3
     assert rmse_ratio(state, want_state) <= 2e-3
+    if case.K > 64:
+        assert_roles_change_nothing(x, fast=True)
 
 
 @pytest.mark.parametrize("size", [1e4, 1e-6])
@@ -276,6 +299,8 @@ SEGMENTED = [
 def test_segments(case, length):
     x = case.inputs()
     assert_right(run(x, segment_chunks=length), x, 1e-5)
+    if case.K > 64:
+        assert_roles_change_nothing(x, segment_chunks=length)
 
 
 def test_segments_with_a_weak_gate_count_the_initial_state_once():

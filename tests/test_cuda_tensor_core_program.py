@@ -39,6 +39,7 @@ def test_program(settings):
 
 # Name -> (file of csrc/cuda, what stands there, what stands there instead, what must notice).
 SCAN, PREPARE = "tensor_core/scan_output.cuh", "tensor_core/prepare.cuh"
+ROLES = "tensor_core/scan_roles.cuh"
 INVERSE = "block_triangular_inverse.cuh"
 # How the emulator's reports and the program's own comparison begin. What is read too early can be
 # what nothing wrote yet: that check comes before the one for races.
@@ -67,7 +68,7 @@ BUGS = {
     "halves_of_whole_blocks": (SCAN, "            if (i == j)\n", "            if (true)\n", WRONG),
     "o_staged_over_v_too_early": (
         SCAN,
-        "__syncwarp();  // every lane has read its part of v",
+        "__syncwarp();  // every lane has read its part of what lies there",
         "",
         RACE,
     ),
@@ -90,6 +91,37 @@ BUGS = {
         SCAN,
         "keeps[2] = {keep, keep}",
         "keeps[2] = {keep, keep * keep}",
+        WRONG,
+    ),
+    "roles_wait_for_no_copy": (
+        ROLES,
+        "cp_async_wait<0>();\n      meet();  // A\n",
+        "meet();\n",
+        RACE,
+    ),
+    "roles_refill_P_too_early": (
+        ROLES,
+        "if (new_chunk) load_tiles(chunk + 1);",
+        "if (new_chunk) load_tiles(chunk + 1), this->load_P(chunk);",
+        RACE,
+    ),
+    "roles_refill_gates_too_early": (
+        ROLES,
+        "if (new_chunk) load_tiles(chunk + 1);",
+        "if (new_chunk) load_tiles(chunk + 1), load_gates(chunk + 1);",
+        RACE,
+    ),
+    "roles_read_the_next_v": (ROLES, "s.columns[0].v[stage]", "s.columns[0].v[stage ^ 1]", RACE),
+    "roles_finish_another_window": (
+        ROLES,
+        "if (chunk > begin || first > 0) finish_output(o, before, first_before);",
+        "if (chunk > begin || first > 0) finish_output(o, before, first);",
+        WRONG,
+    ),
+    "roles_forget_the_last_output": (
+        ROLES,
+        "if (begin < s.work.behind) finish_output",
+        "if (begin > s.work.behind) finish_output",
         WRONG,
     ),
     "matrix_over_q_too_early": (

@@ -80,11 +80,11 @@ enum BlockTriangularInverseAlgorithm {
 /// __shared__ alignas(16) float matrix[Inverse::kMatrixSize];
 /// __shared__ typename Inverse::TempStorage temp_storage;
 /// for (int e = threadIdx.x; e < 64 * 64; e += 128)
-///   matrix[e / 64 * Inverse::kPitch + e % 64] = L[e];
+///   matrix[Inverse::Offset(e / 64, e % 64)] = L[e];
 /// __syncthreads();                             // L is complete
 /// Inverse(temp_storage).Invert(matrix);
 /// for (int e = threadIdx.x; e < 64 * 64; e += 128)
-///   T[e] = e % 64 <= e / 64 ? matrix[e / 64 * Inverse::kPitch + e % 64] : 0.f;
+///   T[e] = e % 64 <= e / 64 ? matrix[Inverse::Offset(e / 64, e % 64)] : 0.f;
 /// \endcode
 /// Were `L` the lower triangle of ones, `T` would hold 1 on the diagonal, -1 next to it, and 0.
 ///
@@ -107,9 +107,12 @@ class BlockTriangularInverse {
   static constexpr int kWarps = kBlockThreads / 32;
   static constexpr int kHalf = kSize > kSegment ? kSize / 2 : kSegment;
 
-  // As a B fragment the product is read 4 rows x 8 columns at a time: 8 words of skew make that
-  // free of bank conflicts. (The matrix keeps 4: it is read as an A fragment, 8 rows x 4 columns,
-  // and by rows of 16 bytes.)
+  // Free of bank conflicts: rows of 16 bytes are 4 words apart, modulo 32 banks. Tensor cores also
+  // read 8 rows x 4 columns as an A fragment, 4 rows x 8 columns as a B fragment, and write the
+  // latter as an accumulator. So rows are 8 words apart, and each 4 rows 4 more.
+  static constexpr int kPitch = kSize + (kTensorCores ? 8 : 4);
+  static constexpr int kSkew = kTensorCores ? 1 : 0;  // per row, for 4 rows at a time
+
   static constexpr int kProductRows = kSubstitution ? kSegment : kHalf;
   static constexpr int kProductPitch = (kSubstitution ? kSize : kHalf) + (kTensorCores ? 8 : 4);
 
@@ -118,11 +121,14 @@ class BlockTriangularInverse {
   };
 
  public:
-  /// Floats between rows of the matrix. 4 more than the size: rows stay 16-byte aligned, and 8 of
-  /// them read at one column hit 32 banks.
-  static constexpr int kPitch = kSize + 4;
   /// Floats of the matrix.
-  static constexpr int kMatrixSize = kSize * kPitch;
+  static constexpr int kMatrixSize = kSize * (kPitch + kSkew);
+
+  /// Where an element of the matrix lies in it. Elements of a row lie side by side, and each row
+  /// is 16-byte aligned. Offset(i, j) + Offset(m, n) is Offset(i + m, j + n) for i a multiple of 4.
+  static constexpr __host__ __device__ int Offset(int row, int column) {
+    return row * kPitch + kSkew * (row & ~3) + column;
+  }
 
   /// Shared memory that the collective needs besides the matrix.
   struct alignas(16) TempStorage {
@@ -134,10 +140,11 @@ class BlockTriangularInverse {
 
   /// \brief Replaces L by T.
   ///
-  /// \param matrix  [kSize][kPitch] in shared memory, 16-byte aligned. What lies on or above the
-  ///                diagonal counts for nothing; loads of 16 bytes may fetch it inside the 16 x 16
-  ///                diagonal blocks. Written: what lies on or below the diagonal, and zeros above
-  ///                it inside those blocks. Other blocks above the diagonal are not touched.
+  /// \param matrix  kMatrixSize floats of shared memory, 16-byte aligned, addressed by Offset.
+  ///                What lies on or above the diagonal counts for nothing; loads of 16 bytes may
+  ///                fetch it inside the 16 x 16 diagonal blocks. Written: what lies on or below the
+  ///                diagonal, and zeros above it inside those blocks. Other blocks above the
+  ///                diagonal are not touched.
   __device__ __forceinline__ void Invert(float* matrix) {
     if constexpr (kSubstitution) {
       for (int first = 0; first < kSize; first += kSegment) SolveRows(matrix, first);
@@ -154,7 +161,7 @@ class BlockTriangularInverse {
     const int warp = thread_ / 32, column = thread_ % 32;
     // One segment per warp: all schedulers work, half of each warp idles.
     for (int s = warp; s < kSegments; s += kWarps) {
-      float* block = matrix + s * kSegment * (kPitch + 1);
+      float* block = matrix + Offset(s * kSegment, s * kSegment);
       float x[kSegment];
       if (column < kSegment) {
 #pragma unroll
@@ -164,7 +171,7 @@ class BlockTriangularInverse {
       __syncwarp();  // every lane has read L before any lane overwrites it
       if (column < kSegment) {
 #pragma unroll
-        for (int i = 0; i < kSegment; ++i) block[i * kPitch + column] = x[i];
+        for (int i = 0; i < kSegment; ++i) block[Offset(i, column)] = x[i];
       }
     }
     __syncthreads();  // the merges read all blocks
@@ -178,14 +185,14 @@ class BlockTriangularInverse {
       float sum = x[i];
 #pragma unroll
       for (int m = 0; m + 4 <= i; m += 4) {
-        const float4 l = *reinterpret_cast<const float4*>(block + i * kPitch + m);
+        const float4 l = *reinterpret_cast<const float4*>(block + Offset(i, m));
         sum = fmaf(-l.x, x[m], sum);
         sum = fmaf(-l.y, x[m + 1], sum);
         sum = fmaf(-l.z, x[m + 2], sum);
         sum = fmaf(-l.w, x[m + 3], sum);
       }
 #pragma unroll
-      for (int m = i / 4 * 4; m < i; ++m) sum = fmaf(-block[i * kPitch + m], x[m], sum);
+      for (int m = i / 4 * 4; m < i; ++m) sum = fmaf(-block[Offset(i, m)], x[m], sum);
       x[i] = sum;
     }
   }
@@ -193,7 +200,7 @@ class BlockTriangularInverse {
   // Rows first .. first + 15 of T, where the rows above are T already:
   // T_i = (I + L_ii)^-1 (E_i - sum over rows m above of L_im T_m).
   __device__ __forceinline__ void SolveRows(float* matrix, int first) {
-    float* const rows = matrix + first * kPitch;
+    float* const rows = matrix + Offset(first, 0);
     const int row_tiles = kSegment / 4, tiles = row_tiles * (first / 4);
     for (int tile = thread_; tile < tiles; tile += kBlockThreads) {
       const int i = tile % row_tiles * 4, j = tile / row_tiles * 4;
@@ -214,7 +221,7 @@ class BlockTriangularInverse {
     __syncthreads();  // every thread has read L before any thread overwrites it
     if (column < first + kSegment) {
 #pragma unroll
-      for (int i = 0; i < kSegment; ++i) rows[i * kPitch + column] = x[i];
+      for (int i = 0; i < kSegment; ++i) rows[Offset(i, column)] = x[i];
     }
     __syncthreads();  // the next rows, or the caller, read these; the product is free
   }
@@ -235,7 +242,7 @@ class BlockTriangularInverse {
       const int i = tile % kRowTiles * kRows, j = tile / kRowTiles % kColumnTiles * kColumns;
       // Above row j, column j of A^-1 is zero.
       if constexpr (kTensorCores)
-        TensorTile<false>(pair.c, kPitch, pair.a, kPitch, pair.product, kProductPitch, i, j, j, kN);
+        TensorTile<false>(pair.c, pair.a, pair.product, i, j, j, kN);
       else
         Tile<false>(pair.c, kPitch, pair.a, kPitch, pair.product, kProductPitch, i, j, j, kN);
     }
@@ -245,8 +252,7 @@ class BlockTriangularInverse {
       const int i = tile % kRowTiles * kRows, j = tile / kRowTiles % kColumnTiles * kColumns;
       // Right of column i, row i of D^-1 is zero.
       if constexpr (kTensorCores)
-        TensorTile<true>(pair.d, kPitch, pair.product, kProductPitch, pair.c, kPitch, i, j, 0,
-                         i + kRows);
+        TensorTile<true>(pair.d, pair.product, pair.c, i, j, 0, i + kRows);
       else
         Tile<true>(pair.d, kPitch, pair.product, kProductPitch, pair.c, kPitch, i, j, 0, i + kRows);
     }
@@ -258,8 +264,8 @@ class BlockTriangularInverse {
   };
   template <int kN>
   __device__ __forceinline__ Pair PairOf(float* matrix, int pair) const {
-    float* a = matrix + pair * 2 * kN * (kPitch + 1);
-    return {a, a + kN * kPitch, a + kN * kPitch + kN, temp_.product + pair * kN * kProductPitch};
+    float* a = matrix + Offset(pair * 2 * kN, pair * 2 * kN);
+    return {a, a + Offset(kN, 0), a + Offset(kN, kN), temp_.product + pair * kN * kProductPitch};
   }
 
   // out[i .. i+3][j .. j+3] = (+ or -) sum over m in [begin, end) of left[i ..][m] right[m][j ..].
@@ -317,11 +323,17 @@ class BlockTriangularInverse {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
   }
   // As Tile, for rows i .. i+15 and columns j .. j+7, by one warp; begin and end multiples of 8.
-  template <bool kNegate>
-  static __device__ __forceinline__ void TensorTile(const float* left, int left_pitch,
-                                                    const float* right, int right_pitch, float* out,
-                                                    int out_pitch, int i, int j, int begin,
-                                                    int end) {
+  // The first product of a merge goes to the room for products, the second, negated, from there to
+  // the matrix.
+  template <bool kSecond>
+  static __device__ __forceinline__ void TensorTile(const float* left, const float* right,
+                                                    float* out, int i, int j, int begin, int end) {
+    const auto of_right = [](int row, int column) {
+      return kSecond ? row * kProductPitch + column : Offset(row, column);
+    };
+    const auto of_out = [](int row, int column) {
+      return kSecond ? Offset(row, column) : row * kProductPitch + column;
+    };
     const int group = int(threadIdx.x) % 32 / 4, t = int(threadIdx.x) % 4;
     // The corrections have their own accumulator: they would be lost beside hi hi.
     float sum[4] = {}, small[4] = {};
@@ -329,11 +341,10 @@ class BlockTriangularInverse {
       uint32_t a_high[4], a_low[4], b_high[2], b_low[2];
 #pragma unroll
       for (int r = 0; r < 4; ++r)
-        SplitTf32(left[(i + group + (r & 1) * 8) * left_pitch + m + t + (r >> 1) * 4], a_high[r],
-                  a_low[r]);
+        SplitTf32(left[Offset(i + group + (r & 1) * 8, m + t + (r >> 1) * 4)], a_high[r], a_low[r]);
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        SplitTf32(right[(m + t + r * 4) * right_pitch + j + group], b_high[r], b_low[r]);
+        SplitTf32(right[of_right(m + t + r * 4, j + group)], b_high[r], b_low[r]);
       Multiply(sum, a_high, b_high);
       Multiply(small, a_high, b_low);
       Multiply(small, a_low, b_high);
@@ -341,11 +352,11 @@ class BlockTriangularInverse {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       sum[r] += small[r];
-      if (kNegate) sum[r] = -sum[r];
+      if (kSecond) sum[r] = -sum[r];
     }
-    float* at = out + (i + group) * out_pitch + j + 2 * t;
+    float* at = out + of_out(i + group, j + 2 * t);
     *reinterpret_cast<float2*>(at) = make_float2(sum[0], sum[1]);
-    *reinterpret_cast<float2*>(at + 8 * out_pitch) = make_float2(sum[2], sum[3]);
+    *reinterpret_cast<float2*>(at + of_out(8, 0)) = make_float2(sum[2], sum[3]);
   }
 
   _TempStorage& temp_;

@@ -42,11 +42,18 @@ struct Kernels {
   void (*prepare)(const Params&, cudaStream_t);
   void (*scan_output)(const Params&, cudaStream_t);
   int64_t (*shared_bytes)(int warps);
+  void (*scan_roles)(const Params&, cudaStream_t);  // null where there is none
+  int64_t roles_shared_bytes;
 };
 template <class Element, int kK, Precision kPrecision>
 Kernels kernels_of() {
-  return {prepare<Element, kK>, scan_output<Element, kK, kPrecision>,
-          scan_output_shared_bytes<Element, kK, kPrecision>};
+  Kernels kernels = {prepare<Element, kK>, scan_output<Element, kK, kPrecision>,
+                     scan_output_shared_bytes<Element, kK, kPrecision>, nullptr, 0};
+  if constexpr (kK == 128) {
+    kernels.scan_roles = scan_roles<Element, kK, kPrecision>;
+    kernels.roles_shared_bytes = scan_roles_shared_bytes<Element, kK, kPrecision>();
+  }
+  return kernels;
 }
 template <class Element, int kK>
 Kernels kernels_of(Precision precision) {
@@ -70,17 +77,31 @@ bool has_aligned_rows(const AnyView& x, int64_t batch, int64_t tokens, int64_t h
 
 int columns_of(int warps) { return warps * kWarpColumns; }
 
+// Blocks of the chunk pass, for whole sequences.
+int64_t blocks_of(const RuleParams& p, int64_t sequences, int warps) {
+  return sequences * p.value_heads * ((p.dim_v + columns_of(warps) - 1) / columns_of(warps));
+}
+
+// Whether scan_roles can take this call, with blocks of one or two warps. States alone have no
+// second role.
+bool has_roles(const RuleParams& p, const Options& options, const Kernels& kernels,
+               const Device& device) {
+  return options.roles != Roles::kNever && kernels.scan_roles && p.output &&
+         kernels.roles_shared_bytes <= device.shared;
+}
+
 // As many columns of V as share a block: 64, or 32 where blocks would fill less than half of the
-// device. Wider blocks read q, k, T, P less often, narrower ones are more.
-int choose_warps(const RuleParams& p, const Options& options, const Device& device) {
+// device. Wider blocks read q, k, T, P less often, narrower ones are more. With roles 16, where 32
+// fill half of the device and so are not worth segments.
+int choose_warps(const RuleParams& p, const Options& options, bool roles, const Device& device) {
   if (options.warps) return options.warps;
   int warps = 4;
   const int64_t sequences = p.batch_invariant ? 1 : p.sequences;
-  const auto blocks = [&](int w) {
-    return sequences * p.value_heads * ((p.dim_v + columns_of(w) - 1) / columns_of(w));
-  };
+  const auto blocks = [&](int w) { return blocks_of(p, sequences, w); };
   while (warps > 1 && columns_of(warps / 2) >= p.dim_v) warps /= 2;
   if (warps == 4 && 2 * blocks(4) <= device.processors) warps = 2;
+  if (roles && warps == 2 && blocks(1) <= device.processors && 3 * blocks(2) > device.processors)
+    warps = 1;
   return warps;
 }
 
@@ -103,18 +124,19 @@ int record_bytes_of(const RuleParams& p, Precision precision) {
 //
 // The maps cost about as much as the pass itself (1.25 times its mma beside 1, at the width of the
 // pass), so segments pay where they double the blocks that run, or more: where those of whole
-// sequences fill less than half of the device. As many segments as fill it, of 8 chunks or more: a
+// sequences fill less than half of the device. With roles the pass takes as long as its maps, so
+// they must triple the blocks. As many segments as fill the device, of 8 chunks or more: a
 // composition costs about a chunk. The choice depends on N, HV, V, T and the device alone, never on
 // what cu_seqlens holds.
-int64_t choose_segment_chunks(const RuleParams& p, const Options& options, int warps,
+int64_t choose_segment_chunks(const RuleParams& p, const Options& options, int warps, bool roles,
                               const Device& device) {
   const int64_t chunks = (p.tokens + kChunk - 1) / kChunk;
   if (options.segment_chunks > 0) return options.segment_chunks;
   constexpr int64_t kFewestChunks = 8;
-  const int64_t blocks =
-      p.sequences * p.value_heads * ((p.dim_v + columns_of(warps) - 1) / columns_of(warps));
+  const int64_t blocks = blocks_of(p, p.sequences, warps);
   const int64_t wanted = blocks > 0 ? device.processors / blocks : 1;
-  if (options.segment_chunks < 0 || wanted < 2 || chunks < 2 * kFewestChunks)
+  const int64_t fewest = roles && warps <= kMostRolePairs ? 3 : 2;
+  if (options.segment_chunks < 0 || wanted < fewest || chunks < 2 * kFewestChunks)
     return chunks > 0 ? chunks : 1;
   const int64_t length = (chunks + wanted - 1) / wanted;
   return length > kFewestChunks ? length : kFewestChunks;
@@ -123,14 +145,21 @@ int64_t choose_segment_chunks(const RuleParams& p, const Options& options, int w
 // How a call runs, and where its parts of the workspace lie.
 struct Plan {
   int warps;
+  bool roles;  // warps of the pass that makes outputs are split into roles
   int64_t segment_chunks, segments;
   size_t records, maps, starts, bytes;  // offsets, and the end
 
-  Plan(const RuleParams& p, const Options& options, const Device& device) {
-    warps = choose_warps(p, options, device);
-    segment_chunks = choose_segment_chunks(p, options, warps, device);
+  Plan(const RuleParams& p, const Options& options, const Kernels& kernels, const Device& device) {
+    roles = has_roles(p, options, kernels, device);
+    warps = choose_warps(p, options, roles, device);
+    segment_chunks = choose_segment_chunks(p, options, warps, roles, device);
     const int64_t chunks = (p.tokens + kChunk - 1) / kChunk;
     segments = chunks > segment_chunks ? (chunks + segment_chunks - 1) / segment_chunks : 1;
+    // Roles shorten the chain of a block that has a multiprocessor to itself; more of them would
+    // share what roles take twice of.
+    roles = roles && warps <= kMostRolePairs &&
+            (options.roles == Roles::kAlways ||
+             blocks_of(p, p.sequences, warps) * segments <= device.processors);
     const size_t keys = size_t(p.sequences) * size_t(p.value_heads);
     records = chunk_table_bytes(p, kChunk);
     maps = records + aligned(size_t(max_chunks(p, kChunk)) * size_t(p.value_heads) *
@@ -163,14 +192,14 @@ bool supports(const RuleParams& p) {
 }
 
 size_t workspace_bytes(const RuleParams& p, const Options& options) {
-  return Plan(p, options, current_device()).bytes;
+  return Plan(p, options, kernels_of(p, options.precision), current_device()).bytes;
 }
 
 void forward(const RuleParams& rule, void* workspace, cudaStream_t stream, const Options& options) {
   if (rule.value_heads == 0) return;
   const Device device = current_device();
-  const Plan plan(rule, options, device);
   const Kernels kernels = kernels_of(rule, options.precision);
+  const Plan plan(rule, options, kernels, device);
   auto* const memory = static_cast<unsigned char*>(workspace);
   Params p;
   p.rule = rule;
@@ -194,7 +223,7 @@ void forward(const RuleParams& rule, void* workspace, cudaStream_t stream, const
     p.making_maps = false;
     scan_segments(p, stream);
   }
-  kernels.scan_output(p, stream);
+  (plan.roles ? kernels.scan_roles : kernels.scan_output)(p, stream);
 }
 
 }  // namespace deltanet::cuda::tensor_core

@@ -18,11 +18,19 @@ namespace deltanet::cuda::tensor_core {
 // and 1.57.
 enum class Precision { kExact, kFast };
 
+// Whether the warps of the chunk pass are split into those that carry the state and those that make
+// the output: where the shape and the device say so, or, for tests, never or wherever it can be.
+enum class Roles { kAuto, kNever, kAlways };
+
 struct Options {
   Precision precision = Precision::kExact;
-  // 0: chosen from the number of sequences, HV, V and the device. Results differ in rounding only.
-  int warps = 0;               // 1, 2, 4, 8: 16 columns of V each, of a block of the chunk pass
-  int64_t segment_chunks = 0;  // chunks of 64 tokens in a segment; -1: never cut
+  // Not a bit of the results depends on these two.
+  Roles roles = Roles::kAuto;
+  int warps = 0;  // 1, 2, 4, 8: 16 columns of V each, of a block of the chunk pass; 0: chosen from
+                  // the number of sequences, HV, V and the device
+  // Chunks of 64 tokens in a segment; -1: never cut; 0: chosen likewise. Results differ in
+  // rounding.
+  int64_t segment_chunks = 0;
 };
 
 // Whether forward() takes this call: bf16 or fp16, K <= 128, rows of q, k, v contiguous and 16-byte

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(InverseTraits<kSize>::kThreads)
   for (int e = threadIdx.x; e < kSize * kSize; e += Traits::kThreads) {
     const int i = e / kSize, j = e % kSize;
     if (j / 16 > i / 16) continue;
-    shared.matrix[i * Inverse::kPitch + j] =
+    shared.matrix[Inverse::Offset(i, j)] =
         j < i && i < p.size ? load_float(p.lower, p.dtype, base + i * p.size + j) : 0.f;
   }
   __syncthreads();  // L is complete
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(InverseTraits<kSize>::kThreads)
     const int i = e / kSize, j = e % kSize;
     if (i < p.size && j < p.size)
       store_float(p.inverse, p.dtype, base + i * p.size + j,
-                  j <= i ? shared.matrix[i * Inverse::kPitch + j] : 0.f);
+                  j <= i ? shared.matrix[Inverse::Offset(i, j)] : 0.f);
   }
 }
 

@@ -382,14 +382,14 @@ def program(
 # What is compiled as one file (the name of the unit, and which sources). Before nvcc comes to a
 # kernel it reads headers for four seconds, for eight where CUB is among them.
 TOGETHER = (
-    ("scans", "chunk_table|gate_cumsum|simt_forward"),
+    ("scans", "chunk_table|simt_forward"),
     ("backward", "backward|simt_adjoint|simt_gradients"),
     ("causal_conv1d", "causal_conv1d.*"),
     ("gated_rms_norm", "gated_rms_norm.*"),
     ("paths", "forward|tensor_core|segments"),
     ("prepare", "prepare_.*"),
-    ("scan_output_bf16", "scan_output_bf16_.*"),
-    ("scan_output_fp16", "scan_output_fp16_.*"),
+    ("scan_output_bf16", "scan_(output|roles)_bf16_.*"),
+    ("scan_output_fp16", "scan_(output|roles)_fp16_.*"),
 )
 
 
@@ -438,7 +438,10 @@ OPERATOR_SOURCES = (
     "tests/ptx_emulator/operators/settings.cpp",
     "tests/ptx_emulator/operators/tensor_core.cpp",
 )
-TEST_KERNEL_SOURCES = ("tests/ptx_emulator/operators/reads_too_far.cu",)
+TEST_KERNEL_SOURCES = (
+    "tests/ptx_emulator/operators/gate_cumsum.cu",
+    "tests/ptx_emulator/operators/reads_too_far.cu",
+)
 EMULATED_NAMESPACE = "deltanet_ext_emulated"
 
 

@@ -14,8 +14,9 @@
 
 namespace deltanet::cuda::tensor_core {
 
-constexpr int kChunk = 64;        // C
-constexpr int kWarpColumns = 16;  // columns of V that one warp of scan_output owns
+constexpr int kChunk = 64;         // C
+constexpr int kWarpColumns = 16;   // columns of V that one warp of scan_output owns
+constexpr int kMostRolePairs = 2;  // warps of scan_roles that carry a state
 
 // Everything of one chunk and value head that does not depend on the state, as prepare writes it
 // and scan_output copies it to shared memory:
@@ -85,7 +86,7 @@ __device__ __forceinline__ unsigned char* record_of(const Params& p, int64_t chu
   return p.records + (chunk * p.rule.value_heads + head) * p.record_bytes;
 }
 
-// The stages. Each instance is compiled in a file of its own; K <= kK.
+// The stages. Each element type and kK is compiled in a file of its own; K <= kK.
 
 // Writes the records of all chunks, and zeros to the outputs behind the last packed sequence.
 template <class Element, int kK>
@@ -98,5 +99,12 @@ void scan_output(const Params& p, cudaStream_t stream);
 // Bytes of shared memory that scan_output needs.
 template <class Element, int kK, Precision kPrecision>
 int64_t scan_output_shared_bytes(int warps);
+
+// The same pass for few blocks, of up to kMostRolePairs warps, with outputs and kK = 128: another
+// warp beside each makes the output.
+template <class Element, int kK, Precision kPrecision>
+void scan_roles(const Params& p, cudaStream_t stream);
+template <class Element, int kK, Precision kPrecision>
+int64_t scan_roles_shared_bytes();
 
 }  // namespace deltanet::cuda::tensor_core

@@ -45,7 +45,7 @@ struct PrepareTraits {
     };
     union alignas(256) {
       Element q[kChunk * kK];
-      float matrix[kChunk * Inverse::kPitch];  // L, then T
+      float matrix[Inverse::kMatrixSize];  // L, then T
     };
     alignas(16) float G_hi[kChunk], G_lo[kChunk], beta[kChunk];
     alignas(16) float k_norm[kChunk], q_norm[kChunk];  // 1 / |k_i|, 1 / |q_i|, or 1
@@ -66,19 +66,23 @@ struct Prepare {
 
   const Params& p;
   typename Traits::Shared& shared;
-  int thread, warp, lane;
 
   __device__ __forceinline__ Prepare(const Params& params, typename Traits::Shared& storage)
-      : p(params),
-        shared(storage),
-        thread(threadIdx.x),
-        warp(threadIdx.x / 32),
-        lane(threadIdx.x % 32) {}
+      : p(params), shared(storage) {}
+
+  // Opaque to the compiler, so that addresses made of it are made anew at each use: kept across the
+  // loop over the heads they would be spilled.
+  static __device__ __forceinline__ int fresh_thread() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+  }
 
   // Rows of the chunk, zero-padded to kChunk x kK. Padding with k = 0 and b = 0 leaves the state
   // alone: equation (7).
   __device__ __forceinline__ void load_rows(Element* tile, const View<4>& x, int64_t batch,
                                             int64_t first, int count, int64_t head) const {
+    const int thread = fresh_thread();
     constexpr int kPieces = kK / 8, kStep = kThreads / kPieces;
     const int piece = thread % kPieces;
     const int left = (p.rule.dim_k - piece * 8) * 2, bytes = left < 0 ? 0 : left < 16 ? left : 16;
@@ -93,6 +97,7 @@ struct Prepare {
 
   // Partial sums of |q_i|^2. Lanes take different rows: no bank conflicts.
   __device__ __forceinline__ void square_query() const {
+    const int thread = fresh_thread();
     constexpr int kParts = kThreads / kChunk, kPieces = kK / 8 / kParts;
     const int row = thread % kChunk, part = thread / kChunk;
     float sum = 0;
@@ -113,6 +118,7 @@ struct Prepare {
   // latter.
   using Products = float[kBlocksPerWarp][2][4];
   __device__ __forceinline__ void multiply_keys(Products& qk, Products& kk, bool query) const {
+    const int warp = fresh_thread() / 32, lane = fresh_thread() % 32;
     const LaneMap la = lanes_for_a(lane), lb = lanes_for_b(lane);
     const int row_of_lane = lane / 4, pair = lane % 4;
 #pragma unroll
@@ -150,6 +156,7 @@ struct Prepare {
   // Cuts the chunk into windows: where G rises by more than kMostRise above its lowest value since
   // the window began, counted from behind the window's first token, a new one starts.
   __device__ __forceinline__ void cut_windows(int count) const {
+    const int thread = fresh_thread();
     if (thread == 0) {
       uint64_t starts = 0;
       double lowest = shared.G[0];
@@ -169,6 +176,7 @@ struct Prepare {
   // Equation (2): hi + lo of G, restarted in each window. Ends with a barrier.
   __device__ __forceinline__ void scan_gates(int64_t batch, int64_t first, int count,
                                              int64_t head) const {
+    const int thread = fresh_thread();
     double G = 0;
     if (thread < kChunk) {
       // Beyond the end k = b = g = 0: the rows of L are zero, and T is the identity.
@@ -207,6 +215,7 @@ struct Prepare {
   // exp: for j > i, and between windows, they can be huge.
   __device__ __forceinline__ void make_system(const Products& qk, const Products& kk, bool query,
                                               unsigned char* P) const {
+    const int warp = fresh_thread() / 32, lane = fresh_thread() % 32;
     const int row_of_lane = lane / 4, pair = lane % 4;
 #pragma unroll
     for (int n = 0; n < kBlocksPerWarp; ++n) {
@@ -243,7 +252,7 @@ struct Prepare {
                                            Blocks::offset(block, row_of_lane + h * 8, half) +
                                            pair * 4) = term[plane];
           }
-          *reinterpret_cast<float2*>(&shared.matrix[i * Traits::Inverse::kPitch + j]) =
+          *reinterpret_cast<float2*>(&shared.matrix[Traits::Inverse::Offset(i, j)]) =
               make_float2(l[0], l[1]);
         }
       }
@@ -253,12 +262,13 @@ struct Prepare {
   // T diag(b) as bf16 terms.
   template <int kPlanes>
   __device__ __forceinline__ void store_inverse(unsigned char* to) const {
+    const int thread = fresh_thread();
     for (int e = thread; e < Blocks::kCount * 32; e += kThreads) {
       const int block = e / 32, i = e % 16, piece = e / 16 % 2;
       const int row = Blocks::row_of(block), column = block - Blocks::index(row, 0);
       const int j = column * 16 + piece * 8;
-      const auto* T = reinterpret_cast<const float4*>(
-          &shared.matrix[(row * 16 + i) * Traits::Inverse::kPitch + j]);
+      const auto* T =
+          reinterpret_cast<const float4*>(&shared.matrix[Traits::Inverse::Offset(row * 16 + i, j)]);
       const auto* beta = reinterpret_cast<const float4*>(&shared.beta[j]);
       const float4 x0 = T[0], x1 = T[1], b0 = beta[0], b1 = beta[1];
       uint32_t word[4][kPlanes];
@@ -275,6 +285,7 @@ struct Prepare {
   }
 
   __device__ __forceinline__ void store_factors(unsigned char* record) const {
+    const int thread = fresh_thread();
     if (thread >= kChunk) return;
     auto* factor = reinterpret_cast<float*>(record) + thread;
     // The window's last token; padding carries the last window on to the end of the chunk.
@@ -295,6 +306,7 @@ struct Prepare {
   // Tokens behind the last packed sequence belong to nobody: their output is zero. The block takes
   // those of the kChunk tokens that its number names.
   __device__ __forceinline__ void zero_tail(int64_t chunk, int64_t first_head, int heads) const {
+    const int thread = fresh_thread();
     if (!p.rule.device_cu_seqlens || !p.rule.output.data) return;
     const Sequence tail = tail_of(p.rule);
     int64_t begin = chunk * kChunk, end = begin + kChunk;
@@ -337,7 +349,7 @@ struct Prepare {
     Products qk = {}, kk = {};
     multiply_keys(qk, kk, query);
     __syncthreads();  // norms are here; q and k are used up
-    if (thread < kChunk) {
+    if (const int thread = fresh_thread(); thread < kChunk) {
       float square = 0.f;
       if (query && p.rule.l2norm)
         for (int i = 0; i < kThreads / kChunk; ++i) square += shared.q_square[i][thread];

@@ -70,7 +70,7 @@ struct RowScales {
   }
 };
 
-template <class Element_, int kK_, Precision kPrecision_>
+template <class Element_, int kK_, Precision kPrecision_, bool kRoles_ = false>
 struct ScanTraits {
   using Element = Element_;
   static constexpr int kK = kK_;  // the bucket that K is padded to
@@ -82,6 +82,10 @@ struct ScanTraits {
   static constexpr int kPTerms = Record::kPlanesOfP;               // of P and of its V'
   static constexpr int kTokenTiles = kChunk / 16, kKTiles = kK / 16;
   static constexpr bool kScaled = std::is_same_v<Element, fp16>;
+  // Whether warps have roles: scan_roles.cuh. Two warps then share their columns of V, and what a
+  // chunk is made of lies in two buffers.
+  static constexpr bool kRoles = kRoles_;
+  static constexpr int kStages = kRoles ? 2 : 1;
   // With 4 warps, two blocks per multiprocessor. K = 128 has no more by its shared memory; K = 64
   // could have three or four, but with 192 registers every instance still spills in the chunk loop.
   // ptxas is erratic: scripts/cuda_resources.py looks at what it made of this.
@@ -92,20 +96,20 @@ struct ScanTraits {
   static constexpr int kTBytes = kTTerms * Record::kPlaneBytes;
   static constexpr int kPBytes = kPTerms * Record::kPlaneBytes;
 
-  // What only one warp touches: its 16 columns of v, which o overwrites.
-  struct PlainWarp {
-    alignas(128) unsigned char v[kChunk * kWarpColumns * 2];
+  // What belongs to 16 columns of V. Without roles o is staged over v.
+  struct PlainColumns {
+    alignas(128) unsigned char v[kStages][kChunk * kWarpColumns * 2];
   };
-  struct ScaledWarp {
-    alignas(128) unsigned char v[kChunk * kWarpColumns * 2];
+  struct ScaledColumns {
+    alignas(128) unsigned char v[kStages][kChunk * kWarpColumns * 2];
     RowScales scales;
   };
-  using Warp = std::conditional_t<kScaled, ScaledWarp, PlainWarp>;
+  using Columns = std::conditional_t<kScaled, ScaledColumns, PlainColumns>;
 
   struct Shared {
     alignas(256) Element k[2][kChunk * kK];  // two: k is the last tile of a chunk to be released
-    alignas(256) Element q[kChunk * kK];
-    alignas(128) unsigned char T[kTBytes];
+    alignas(256) Element q[kStages][kChunk * kK];
+    alignas(128) unsigned char T[kStages][kTBytes];
     unsigned char P[kPBytes];
     struct alignas(16) {
       float factor[kFactors][kChunk];
@@ -121,11 +125,12 @@ struct ScanTraits {
       int dim_v;
       bool is_M;  // a map's M: v = 0 and columns of I instead of columns of V
     } work;
-    Warp warp[1];  // as many as were launched
+    Columns columns[kRoles ? kMostRolePairs : 1];  // Params::warps of them
   };
-  static_assert(offsetof(Shared, P) == offsetof(Shared, T) + kTBytes, "one copy fills both");
+  static_assert(offsetof(Shared, P) == offsetof(Shared, T) + kStages * kTBytes,
+                "one copy fills both");
   static int64_t shared_bytes(int warps) {
-    return int64_t(offsetof(Shared, warp)) + warps * int64_t(sizeof(Warp));
+    return int64_t(offsetof(Shared, columns)) + warps * int64_t(sizeof(Columns));
   }
 };
 
@@ -138,7 +143,7 @@ struct ScanOutput {
   using Blocks = typename Traits::Blocks;
   static constexpr int C = kChunk, kK = Traits::kK;
   static constexpr int kTokenTiles = Traits::kTokenTiles, kKTiles = Traits::kKTiles;
-  static constexpr int kWarpBytes = sizeof(typename Traits::Warp);
+  static constexpr int kColumnBytes = sizeof(typename Traits::Columns);
   using State = Accumulator[kK / 8];  // S^T of 16 columns of V: rows V, columns K
   using Values = Accumulator[C / 8];  // X^T, V'^T, O^T: rows V, columns tokens
 
@@ -156,11 +161,21 @@ struct ScanOutput {
     return x;
   }
   struct Place {
-    int warp, lane, row, pair;  // row = lane / 4, pair = lane % 4 of the fragments
+    int columns;          // which 16 columns of the block's this warp works on
+    int lane, row, pair;  // row = lane / 4, pair = lane % 4 of the fragments
   };
-  static __device__ __forceinline__ Place fresh_place() {
-    const int thread = fresh_thread();
+  __device__ __forceinline__ Place fresh_place() const {
+    int thread = fresh_thread();
+    if (Traits::kRoles && thread >= p.warps * 32) thread -= p.warps * 32;
     return {thread / 32, thread % 32, thread % 32 / 4, thread % 4};
+  }
+  // This thread's number among those that copy: with roles, the output's.
+  __device__ __forceinline__ int fresh_copier() const {
+    return Traits::kRoles ? fresh_thread() - p.warps * 32 : fresh_thread();
+  }
+  // Which buffer of q, v and T a chunk lies in.
+  static __device__ __forceinline__ int stage_of(int chunk) {
+    return chunk & (Traits::kStages - 1);
   }
 
   // This lane's ldmatrix address in a tile of keys or queries, as A or as B operand, and in T, P or
@@ -214,7 +229,7 @@ struct ScanOutput {
   // Rows of q or k, zero-padded.
   __device__ __forceinline__ void load_rows(uint32_t tile, const View<4>& x, int chunk) const {
     constexpr int kPieces = kK / 8;
-    const int thread = fresh_thread(), piece = thread % kPieces;
+    const int thread = fresh_copier(), piece = thread % kPieces;
     const int step = p.warps * 32 / kPieces, bytes = bytes_left(p.rule.dim_k - piece * 8);
     int r = thread / kPieces;
     const auto& work = s.work;
@@ -233,30 +248,33 @@ struct ScanOutput {
                                               int bytes) const {
     const int step = p.warps * 32 * 16;
 #pragma unroll 2
-    for (int at = fresh_thread() * 16; at < bytes; at += step) cp_async_16(to + at, from + at, 16);
+    for (int at = fresh_copier() * 16; at < bytes; at += step) cp_async_16(to + at, from + at, 16);
   }
   __device__ __forceinline__ const unsigned char* record(int chunk) const {
     return record_of(p, s.work.first_chunk + chunk, s.work.head);
   }
-  __device__ __forceinline__ void load_k_and_gates(int chunk) const {
+  __device__ __forceinline__ void load_k(int chunk) const {
     load_rows(smem_address(s.k[chunk & 1]), p.rule.key, chunk);
+  }
+  __device__ __forceinline__ void load_gates(int chunk) const {
     load_linear(smem_address(&s.gates[chunk & 1]), record(chunk), sizeof(s.gates[0]));
   }
   __device__ __forceinline__ void load_q(int chunk) const {
-    if (p.rule.query.data && !p.making_maps) load_rows(smem_address(s.q), p.rule.query, chunk);
+    if (p.rule.query.data && !p.making_maps)
+      load_rows(smem_address(s.q[stage_of(chunk)]), p.rule.query, chunk);
   }
-  __device__ __forceinline__ void load_v_t_p(int chunk) const {
+  __device__ __forceinline__ void load_v(int chunk) const {
     const auto& x = p.rule.value;
     const auto& work = s.work;
-    const int thread = fresh_thread(), pieces = 2 * p.warps, piece = thread / 8 % pieces;
+    const int thread = fresh_copier(), pieces = 2 * p.warps, piece = thread / 8 % pieces;
     const int r = thread / (8 * pieces) * 8 + thread % 8, column = work.v_first + piece * 8;
     const int bytes = x.data && !work.is_M ? bytes_left(work.dim_v - column) : 0;
     const int left = left_from(chunk);
     const auto* from = static_cast<const Element*>(x.data) + work.batch * x.stride[0] +
                        (work.begin + chunk * C + r) * x.stride[1] + work.head * x.stride[2] +
                        column;
-    const uint32_t to =
-        smem_address(s.warp[0].v) + piece / 2 * kWarpBytes + VTile::offset(r, piece % 2);
+    const uint32_t to = smem_address(s.columns[0].v[stage_of(chunk)]) + piece / 2 * kColumnBytes +
+                        VTile::offset(r, piece % 2);
     // An absent v is zero; a copy of no bytes still wants an address.
     const void* const nothing = p.rule.key.data;
 #pragma unroll
@@ -264,8 +282,18 @@ struct ScanOutput {
       const bool inside = r + i * 16 < left && bytes > 0;
       cp_async_16(to + i * 16 * kWarpColumns * 2, inside ? from : nothing, inside ? bytes : 0);
     }
+  }
+  __device__ __forceinline__ void load_T(int chunk) const {
+    load_linear(smem_address(s.T[stage_of(chunk)]), record(chunk) + Record::kBlocks,
+                Traits::kTBytes);
+  }
+  __device__ __forceinline__ void load_P(int chunk) const {
+    load_linear(smem_address(s.P), record(chunk) + Record::kBlocks + Traits::kTBytes,
+                Traits::kPBytes);
+  }
+  __device__ __forceinline__ void load_T_and_P(int chunk) const {
     const bool output = p.rule.output.data && !p.making_maps;
-    load_linear(smem_address(s.T), record(chunk) + Record::kBlocks,
+    load_linear(smem_address(s.T[0]), record(chunk) + Record::kBlocks,
                 Traits::kTBytes + (output ? Traits::kPBytes : 0));
   }
 
@@ -275,8 +303,8 @@ struct ScanOutput {
   template <class Function>
   __device__ __forceinline__ void for_each_state_element(int64_t base, int64_t stride_k,
                                                          int64_t stride_v, Function fn) const {
-    const auto [warp, lane, row, pair] = fresh_place();
-    const int v = s.work.v_first + warp * kWarpColumns + row, dim_v = s.work.dim_v;
+    const auto [columns, lane, row, pair] = fresh_place();
+    const int v = s.work.v_first + columns * kWarpColumns + row, dim_v = s.work.dim_v;
 #pragma unroll
     for (int n = 0; n < kK / 8; ++n)
 #pragma unroll
@@ -307,8 +335,8 @@ struct ScanOutput {
         S[n][e] = is_bf16 ? unpack<bf16>(x).x : unpack<fp16>(x).x;
       });
     } else if (work.is_M || (!p.making_maps && p.rule.initial_state_is_identity)) {
-      const auto [warp, lane, row, pair] = fresh_place();
-      const int v = work.v_first + warp * kWarpColumns + row;
+      const auto [columns, lane, row, pair] = fresh_place();
+      const int v = work.v_first + columns * kWarpColumns + row;
 #pragma unroll
       for (int n = 0; n < kK / 8; ++n)
 #pragma unroll
@@ -328,8 +356,8 @@ struct ScanOutput {
       stride_k = work.dim_v;
       stride_v = 1;
     }
-    const auto [warp, lane, row, pair] = fresh_place();
-    const float unscale[2] = {row_unscale(warp, lane, 0), row_unscale(warp, lane, 1)};
+    const auto [columns, lane, row, pair] = fresh_place();
+    const float unscale[2] = {row_unscale(columns, lane, 0), row_unscale(columns, lane, 1)};
     for_each_state_element(base, stride_k, stride_v,
                            [&](int n, int e, int64_t at) { data[at] = S[n][e] * unscale[e >> 1]; });
   }
@@ -391,10 +419,11 @@ struct ScanOutput {
   }
 
   // X^T = V^T - (K S)^T diag(e^G / |k|), in place of (K S)^T
-  __device__ __forceinline__ void subtract_from_values(Values& x, const float (&decay)[C]) const {
-    const auto [warp, lane, row, pair] = fresh_place();
-    const float unscale[2] = {row_unscale(warp, lane, 0), row_unscale(warp, lane, 1)};
-    const uint32_t v_of_lane = lane_address(s.warp[warp].v);
+  __device__ __forceinline__ void subtract_from_values(Values& x, const float (&decay)[C],
+                                                       const unsigned char* v_tile) const {
+    const auto [columns, lane, row, pair] = fresh_place();
+    const float unscale[2] = {row_unscale(columns, lane, 0), row_unscale(columns, lane, 1)};
+    const uint32_t v_of_lane = lane_address(v_tile + columns * kColumnBytes);
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) {
       // v[0]: rows `row`, tokens 2 pair.. of the first 8; v[1]: rows 8 further; v[2], v[3]: the
@@ -436,7 +465,7 @@ struct ScanOutput {
   __device__ __forceinline__ void update_state(State& S, Values& v_new, const float (&out)[C],
                                                float keep, const Element* keys) const {
     const uint32_t lane_keys = lane_address<true>(keys);
-    const auto [warp, lane, row, pair] = fresh_place();
+    const auto [columns, lane, row, pair] = fresh_place();
 #pragma unroll
     for (int n = 0; n < C / 8; ++n) {
       const float2 f = *reinterpret_cast<const float2*>(&out[n * 8 + pair * 2]);
@@ -447,7 +476,7 @@ struct ScanOutput {
     }
     float keeps[2] = {keep, keep};
     if constexpr (Traits::kScaled) {
-      RowScales& scales = s.warp[warp].scales;
+      RowScales& scales = s.columns[columns].scales;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float largest = 0.f;
@@ -488,7 +517,7 @@ struct ScanOutput {
 
   __device__ __forceinline__ void scale_state(State& S) const {
     if constexpr (Traits::kScaled) {
-      const auto [warp, lane, row, pair] = fresh_place();
+      const auto [columns, lane, row, pair] = fresh_place();
       float largest[2] = {0.f, 0.f};
 #pragma unroll
       for (int n = 0; n < kK / 8; ++n)
@@ -499,29 +528,29 @@ struct ScanOutput {
       if (!__any_sync(0xffffffffu, far)) return;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float factor = s.warp[warp].scales.fit(lane, h, largest[h]);
+        const float factor = s.columns[columns].scales.fit(lane, h, largest[h]);
 #pragma unroll
         for (int n = 0; n < kK / 8; ++n) S[n][2 * h] *= factor, S[n][2 * h + 1] *= factor;
       }
     }
   }
-  __device__ __forceinline__ float row_unscale(int warp, int lane, int h) const {
+  __device__ __forceinline__ float row_unscale(int columns, int lane, int h) const {
     if constexpr (Traits::kScaled)
-      return s.warp[warp].scales.unscale(lane, h);
+      return s.columns[columns].scales.unscale(lane, h);
     else
       return 1.f;
   }
 
   // ---- output ----
 
-  // O^T to o, tokens [first, end) of the chunk. movmatrix turns each 8x8 tile, the warp's columns
-  // of the v tile stage it, and 16-byte pieces go out.
+  // O^T to o, tokens [first, end) of the chunk. movmatrix turns each 8x8 tile, a tile of the warp's
+  // own stages it, and 16-byte pieces go out.
   __device__ __forceinline__ void store_output(int chunk, const Values& o,
-                                               const float (&out_scale)[C], int first,
-                                               int end) const {
+                                               const float (&out_scale)[C], int first, int end,
+                                               unsigned char* staging) const {
     const bool whole = first == 0 && end == C;
-    const auto [warp, lane, row, pair] = fresh_place();
-    __syncwarp();  // every lane has read its part of v
+    const auto [columns, lane, row, pair] = fresh_place();
+    __syncwarp();  // every lane has read its part of what lies there
 #pragma unroll
     for (int n = 0; n < C / 8; ++n) {
       const float2 f = *reinterpret_cast<const float2*>(&out_scale[n * 8 + pair * 2]);
@@ -530,20 +559,20 @@ struct ScanOutput {
         const uint32_t word = movmatrix(pack<Element>(o[n][2 * h] * f.x, o[n][2 * h + 1] * f.y));
         const int token = n * 8 + row;
         if (whole || (token >= first && token < end))  // later windows still need their v
-          *reinterpret_cast<uint32_t*>(s.warp[warp].v + VTile::offset(token, h) + pair * 4) = word;
+          *reinterpret_cast<uint32_t*>(staging + VTile::offset(token, h) + pair * 4) = word;
       }
     }
     __syncwarp();
     // 8 lanes take 8 rows of one piece: no bank conflicts.
     const int piece = lane / 8 % 2, r = lane / 16 * 8 + lane % 8;
     const auto& work = s.work;
-    const int column = work.v_first + warp * kWarpColumns + piece * 8;
+    const int column = work.v_first + columns * kWarpColumns + piece * 8;
     const int valid = work.dim_v - column;
     if (valid <= 0) return;
     const int left = left_from(chunk);
     if (left < end) end = left;
     const auto& y = p.rule.output;
-    const unsigned char* from = s.warp[warp].v + VTile::offset(r, piece);
+    const unsigned char* from = staging + VTile::offset(r, piece);
     auto* to = static_cast<Element*>(y.data) + work.batch * y.stride[0] +
                (work.begin + chunk * C + r) * y.stride[1] + work.head * y.stride[2] + column;
 #pragma unroll
@@ -562,35 +591,54 @@ struct ScanOutput {
     }
   }
 
-  __device__ __forceinline__ void write_output(int chunk, const State& S, const Values& v_new,
-                                               const float (&factor)[kFactors][C], int first,
-                                               int end) const {
-    // S is split a second time, which keeps x and o from being live together. Nothing of the output
-    // stands before V', so the chain from state to state is short.
-    Values o = {};
-    multiply_state<true>(o, S, s.q);
-    const auto [warp, lane, row, pair] = fresh_place();
-    const float unscale[2] = {row_unscale(warp, lane, 0), row_unscale(warp, lane, 1)};
+  // o = diag(e^G) Q S, for the stored factors of the rows of S. S is split a second time, which
+  // keeps x and o from being live together.
+  __device__ __forceinline__ void query_state(Values& o, const State& S, const Element* queries,
+                                              const float (&decay)[C],
+                                              const float (&unscale)[2]) const {
+    multiply_state<true>(o, S, queries);
+    const int pair = fresh_place().pair;
 #pragma unroll
     for (int n = 0; n < C / 8; ++n) {
-      const float2 f = *reinterpret_cast<const float2*>(&factor[kDecayQ][n * 8 + pair * 2]);
+      const float2 f = *reinterpret_cast<const float2*>(&decay[n * 8 + pair * 2]);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         o[n][2 * h] *= f.x * unscale[h];
         o[n][2 * h + 1] *= f.y * unscale[h];
       }
     }
+  }
+  __device__ __forceinline__ void add_scores(Values& o, const Values& v_new) const {
     multiply_lower<2, Traits::kPTerms>(o, v_new, s.P);
-    store_output(chunk, o, factor[kOutScale], first, end);
+  }
+
+  // ---- the pass ----
+
+  // False where the block has nothing to do: a shorter sequence has fewer segments.
+  __device__ __forceinline__ bool start() const {
+    if (threadIdx.x == 0) find_work();
+    __syncthreads();  // the block's work is known
+    return s.work.segment == 0 || first_of_segment() < s.work.behind;
+  }
+  __device__ __forceinline__ int first_of_segment() const {
+    return s.work.segment * int(p.segment_chunks);
+  }
+  __device__ __forceinline__ void start_scales() const {
+    if constexpr (Traits::kScaled) {
+      const auto [columns, lane, row, pair] = fresh_place();
+      for (int h = 0; h < 2; ++h) s.columns[columns].scales.exponent[h][lane] = 127;
+    }
+  }
+  __device__ __forceinline__ bool stores_state() const {
+    return p.making_maps || (p.rule.final_state.data && left_from(s.work.behind) <= 0);
   }
 
   __device__ __forceinline__ void run() {
-    if (threadIdx.x == 0) find_work();
-    __syncthreads();  // the block's work is known
+    if (!start()) return;
     const auto& work = s.work;
-    const int first_of_segment = work.segment * int(p.segment_chunks);
-    // A shorter sequence has fewer segments.
-    if (work.segment > 0 && first_of_segment >= work.behind) return;
+    const auto load_k_and_gates = [&](int chunk) { load_k(chunk), load_gates(chunk); };
+    const auto load_v_T_and_P = [&](int chunk) { load_v(chunk), load_T_and_P(chunk); };
+    const int first_of_segment = this->first_of_segment();
 
     // Three groups per chunk, always committed in this order, so that "all but the newest" is the
     // right wait at both places.
@@ -598,13 +646,11 @@ struct ScanOutput {
     cp_async_commit();
     if (first_of_segment < work.behind) load_q(first_of_segment);
     cp_async_commit();
-    if (first_of_segment < work.behind) load_v_t_p(first_of_segment);
+    if (first_of_segment < work.behind) load_v_T_and_P(first_of_segment);
     cp_async_commit();
 
     State S = {};
-    if constexpr (Traits::kScaled)
-      for (int h = 0; h < 2; ++h)
-        s.warp[threadIdx.x / 32].scales.exponent[h][threadIdx.x % 32] = 127;
+    start_scales();
     load_state(S);
 
     int first = 0;  // of the window
@@ -621,19 +667,27 @@ struct ScanOutput {
 
       cp_async_wait<1>();
       __syncthreads();  // v, T, P are here
-      subtract_from_values(x, gates.factor[kDecayIn]);
+      subtract_from_values(x, gates.factor[kDecayIn], s.columns[0].v[0]);
       if (gates.windows) mask_tokens(x, first, end_of_window(gates.windows, first));
       Values v_new = {};  // V'^T = X^T (T diag(b))^T
-      multiply_lower<Traits::kTTerms, Traits::kTTerms>(v_new, x, s.T);
-      if (p.rule.output.data && !p.making_maps)
-        write_output(chunk, S, v_new, gates.factor, first, end_of_window(gates.windows, first));
+      multiply_lower<Traits::kTTerms, Traits::kTTerms>(v_new, x, s.T[0]);
+      // Nothing of the output stands before V', so the chain from state to state is short.
+      if (p.rule.output.data && !p.making_maps) {
+        const auto [columns, lane, row, pair] = fresh_place();
+        Values o = {};
+        query_state(o, S, s.q[0], gates.factor[kDecayQ],
+                    {row_unscale(columns, lane, 0), row_unscale(columns, lane, 1)});
+        add_scores(o, v_new);
+        store_output(chunk, o, gates.factor[kOutScale], first, end_of_window(gates.windows, first),
+                     s.columns[fresh_place().columns].v[0]);
+      }
 
       __syncthreads();  // q, v, T, P are free
       const int last = end_of_window(gates.windows, first);
       const bool done = last == C;
       if (done && chunk + 1 < work.behind) load_q(chunk + 1);
       cp_async_commit();
-      if (done && chunk + 1 < work.behind) load_v_t_p(chunk + 1);
+      if (done && chunk + 1 < work.behind) load_v_T_and_P(chunk + 1);
       cp_async_commit();
 
       update_state(S, v_new, gates.factor[kDecayOut], gates.factor[kDecayQ][last - 1],
@@ -642,7 +696,7 @@ struct ScanOutput {
       chunk += done;
     }
 
-    if (p.making_maps || (p.rule.final_state.data && left_from(work.behind) <= 0)) store_state(S);
+    if (stores_state()) store_state(S);
   }
 };
 

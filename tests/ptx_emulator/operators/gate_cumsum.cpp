@@ -7,7 +7,7 @@
 
 #include <tuple>
 
-#include "cuda/gate_cumsum.cuh"
+#include "gate_cumsum.cuh"
 #include "ops/checks.h"
 #include "ops/cuda_context.h"
 #include "ops/tensor_view.h"

@@ -34,7 +34,7 @@ std::tuple<Tensor, Tensor> tensor_core_forward(
     OptionalTensor initial_state, OptionalTensor cu_seqlens, OptionalTensor A_log,
     OptionalTensor dt_bias, int64_t value_heads, int64_t dim_v, double scale, bool l2norm,
     bool beta_sigmoid, bool beta_doubled, bool state_v_first, bool state_only, bool fast,
-    int64_t warps, int64_t segment_chunks) {
+    int64_t warps, int64_t segment_chunks, int64_t roles) {
   cuda::RuleParams p;
   p.batch = key.sizes()[0];
   p.tokens = key.sizes()[1];
@@ -81,6 +81,7 @@ std::tuple<Tensor, Tensor> tensor_core_forward(
       fast ? cuda::tensor_core::Precision::kFast : cuda::tensor_core::Precision::kExact;
   options.warps = int(warps);
   options.segment_chunks = segment_chunks;
+  options.roles = cuda::tensor_core::Roles(roles);
   const std::vector<int64_t> bytes{int64_t(cuda::tensor_core::workspace_bytes(p, options)) + 256};
   const Tensor workspace = torch::stable::new_empty(key, bytes, ScalarType::Byte);
   const CudaContext context({query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias},
@@ -100,7 +101,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(deltanet_ext, m) {
       "Tensor? initial_state, Tensor? cu_seqlens, Tensor? A_log, Tensor? dt_bias, "
       "int value_heads, int dim_v, float scale, bool l2norm, bool beta_sigmoid, "
       "bool beta_doubled, bool state_v_first, bool state_only, bool fast, int warps, "
-      "int segment_chunks) -> (Tensor, Tensor)");
+      "int segment_chunks, int roles) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(deltanet_ext, DELTANET_CUDA_KEY, m) {

@@ -21,6 +21,15 @@ namespace deltanet::cuda::tensor_core {
   int64_t scan_output_shared_bytes<Element, kK, Precision::kPrecision>(int) {         \
     std::abort();                                                                     \
   }
+#define UNUSED_ROLES(Element, kPrecision)                                             \
+  template <>                                                                         \
+  void scan_roles<Element, 128, Precision::kPrecision>(const Params&, cudaStream_t) { \
+    std::abort();                                                                     \
+  }                                                                                   \
+  template <>                                                                         \
+  int64_t scan_roles_shared_bytes<Element, 128, Precision::kPrecision>() {            \
+    std::abort();                                                                     \
+  }
 UNUSED_PREPARE(bf16, 64)
 UNUSED_PREPARE(fp16, 64)
 UNUSED_PREPARE(fp16, 128)
@@ -28,7 +37,10 @@ UNUSED_SCAN(bf16, 64, kExact)
 UNUSED_SCAN(bf16, 64, kFast)
 #ifndef DELTANET_FAST
 UNUSED_SCAN(bf16, 128, kFast)
+UNUSED_ROLES(bf16, kFast)
 #endif
+UNUSED_ROLES(fp16, kExact)
+UNUSED_ROLES(fp16, kFast)
 UNUSED_SCAN(fp16, 64, kExact)
 UNUSED_SCAN(fp16, 64, kFast)
 UNUSED_SCAN(fp16, 128, kExact)
@@ -39,4 +51,5 @@ UNUSED_SCAN(fp16, 128, kFast)
 #include "cuda/tensor_core.cu"
 #include "cuda/tensor_core/prepare.cuh"
 #include "cuda/tensor_core/scan_output.cuh"
+#include "cuda/tensor_core/scan_roles.cuh"
 #include "cuda/tensor_core/segments.cu"

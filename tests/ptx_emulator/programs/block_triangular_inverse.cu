@@ -14,11 +14,11 @@ __global__ void __launch_bounds__(128) example(const float* L, float* T) {
   using Inverse = BlockTriangularInverse<64, 128>;
   __shared__ alignas(16) float matrix[Inverse::kMatrixSize];
   __shared__ typename Inverse::TempStorage temp_storage;
-  for (int e = threadIdx.x; e < 64 * 64; e += 128) matrix[e / 64 * Inverse::kPitch + e % 64] = L[e];
+  for (int e = threadIdx.x; e < 64 * 64; e += 128) matrix[Inverse::Offset(e / 64, e % 64)] = L[e];
   __syncthreads();  // L is complete
   Inverse(temp_storage).Invert(matrix);
   for (int e = threadIdx.x; e < 64 * 64; e += 128)
-    T[e] = e % 64 <= e / 64 ? matrix[e / 64 * Inverse::kPitch + e % 64] : 0.f;
+    T[e] = e % 64 <= e / 64 ? matrix[Inverse::Offset(e / 64, e % 64)] : 0.f;
 }
 // example-end
 
@@ -36,12 +36,12 @@ __global__ void __launch_bounds__(kThreads) invert(const float* L, float* T) {
   // reading them would be a finding.
   for (int e = threadIdx.x; e < kSize * kSize; e += kThreads) {
     const int i = e / kSize, j = e % kSize;
-    if (j / 16 <= i / 16) matrix[i * Inverse::kPitch + j] = j < i ? L[e] : NAN;
+    if (j / 16 <= i / 16) matrix[Inverse::Offset(i, j)] = j < i ? L[e] : NAN;
   }
   __syncthreads();
   Inverse(shared.inverse).Invert(matrix);
   for (int e = threadIdx.x; e < kSize * kSize; e += kThreads)
-    T[e] = e % kSize / 16 <= e / kSize / 16 ? matrix[e / kSize * Inverse::kPitch + e % kSize] : 0.f;
+    T[e] = e % kSize / 16 <= e / kSize / 16 ? matrix[Inverse::Offset(e / kSize, e % kSize)] : 0.f;
 }
 
 struct System {

@@ -4,8 +4,8 @@
 //   forward_counts launches T HK HV PROCESSORS PACKED
 //       the launches of a call on a device with so many multiprocessors: a line each, of kernel,
 //       blocks, threads, bytes of dynamic shared memory. Nothing runs. Then the plan of the call:
-//       "plan", warps, chunks in a segment, segments.
-//   forward_counts run T HK HV PROCESSORS FAST WARPS SEGMENT_CHUNKS
+//       "plan", warps, chunks in a segment, segments, whether warps have roles.
+//   forward_counts run T HK HV PROCESSORS FAST WARPS SEGMENT_CHUNKS ROLES
 //       runs it, for count mode.
 #define DELTANET_FAST
 #include "bf16_128.cuh"
@@ -31,6 +31,8 @@ static const char* name_of(cudaKernel_t kernel) {
   if (is(tc::prepare_kernel<tc::PrepareTraits<dn::bf16, K>>)) return "prepare";
   if (is(tc::scan_output_kernel<tc::ScanTraits<dn::bf16, K, tc::Precision::kExact>>))
     return "scan_output";
+  if (is(tc::scan_roles_kernel<tc::ScanTraits<dn::bf16, K, tc::Precision::kExact, true>>))
+    return "scan_roles";
   if (is(tc::scan_segments_kernel<tc::SegmentsTraits<8>>)) return "scan_segments<8>";
   if (is(tc::scan_segments_kernel<tc::SegmentsTraits<16>>)) return "scan_segments<16>";
   return "chunk_table";
@@ -72,13 +74,13 @@ int list_launches(Call call, bool packed) {
   p.query.data = p.key.data = p.value.data = p.g.data = p.beta.data = p.output.data = nothing;
   if (packed) p.device_cu_seqlens = nothing;
   tc::forward(p, nothing, nullptr);
-  const tc::Plan plan(p, {}, tc::current_device());
-  std::printf("plan %d %lld %lld\n", plan.warps, static_cast<long long>(plan.segment_chunks),
-              static_cast<long long>(plan.segments));
+  const tc::Plan plan(p, {}, tc::kernels_of(p, tc::Precision::kExact), tc::current_device());
+  std::printf("plan %d %lld %lld %d\n", plan.warps, static_cast<long long>(plan.segment_chunks),
+              static_cast<long long>(plan.segments), int(plan.roles));
   return 0;
 }
 
-int run(Call call, bool fast, int warps, int64_t segment_chunks) {
+int run(Call call, bool fast, int warps, int64_t segment_chunks, bool roles) {
   const auto narrow = [](const std::vector<float>& x) {
     std::vector<dn::bf16> y(x.size());
     for (size_t i = 0; i < x.size(); ++i) y[i] = __float2bfloat16(x[i]);
@@ -103,6 +105,7 @@ int run(Call call, bool fast, int warps, int64_t segment_chunks) {
   options.precision = fast ? tc::Precision::kFast : tc::Precision::kExact;
   options.warps = warps;
   options.segment_chunks = segment_chunks;
+  options.roles = roles ? tc::Roles::kAlways : tc::Roles::kNever;
   const Array<char> workspace(tc::workspace_bytes(p, options));
   tc::forward(p, workspace.data, nullptr, options);
   bool finite = true;
@@ -117,7 +120,8 @@ int main(int count, char** argument) {
   const Call call(number(2), number(3), number(4));
   processors = int(number(5));
   if (mode == "launches" && count == 7) return list_launches(call, number(6));
-  if (mode == "run" && count == 9) return run(call, number(6), int(number(7)), number(8));
+  if (mode == "run" && count == 10)
+    return run(call, number(6), int(number(7)), number(8), number(9));
   std::fprintf(stderr, "forward_counts: see the comment in forward_counts.cu\n");
   return 2;
 }

@@ -91,7 +91,9 @@ std::vector<__nv_bfloat16> narrow(const std::vector<float>& x) {
   return y;
 }
 
-void check(int kind, int64_t segment_chunks) {
+using dn::tensor_core::Roles;
+
+void check(int kind, Roles roles, int64_t segment_chunks) {
   const Inputs x = inputs(kind);
   const Array<__nv_bfloat16> q(narrow(x.q)), k(narrow(x.k)), v(narrow(x.v));
   const Array<float> g(x.g), beta(x.beta), initial(x.state);
@@ -114,8 +116,10 @@ void check(int kind, int64_t segment_chunks) {
   p.l2norm = true;
   dn::tensor_core::Options options;
   options.segment_chunks = segment_chunks;
+  options.roles = roles;
   const std::string name = "kind " + std::to_string(kind) + ", segments of " +
-                           (segment_chunks < 0 ? "all" : std::to_string(segment_chunks));
+                           (segment_chunks < 0 ? "all" : std::to_string(segment_chunks)) +
+                           (roles == Roles::kAlways ? ", roles" : "");
   report(name + ": supported", dn::tensor_core::supports(p));
   const Array<char> workspace(dn::tensor_core::workspace_bytes(p, options));
   dn::tensor_core::forward(p, workspace.data, 0, options);
@@ -135,8 +139,10 @@ void check(int kind, int64_t segment_chunks) {
 int main() {
   for (int kind : {0, 1, 2}) {
     processors = kind == 0 ? 1 : 4;  // with one, a block of prepare takes both value heads
-    check(kind, -1);
+    check(kind, Roles::kNever, -1);
+    check(kind, Roles::kAlways, -1);
   }
-  check(0, 1);
+  check(0, Roles::kNever, 1);
+  check(0, Roles::kAlways, 1);
   return finish();
 }

@@ -3,5 +3,7 @@
 
 namespace deltanet::cuda::tensor_core {
 template void scan_output<bf16, 128, Precision::kExact>(const Params&, cudaStream_t);
+template void scan_output<bf16, 128, Precision::kFast>(const Params&, cudaStream_t);
 template int64_t scan_output_shared_bytes<bf16, 128, Precision::kExact>(int);
+template int64_t scan_output_shared_bytes<bf16, 128, Precision::kFast>(int);
 }  // namespace deltanet::cuda::tensor_core

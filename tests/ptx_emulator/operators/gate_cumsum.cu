@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/gate_cumsum.cuh"
+#include "gate_cumsum.cuh"
 
 #include <cub/block/block_scan.cuh>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <stdexcept>
 #include <string>
 
 #include "cuda/launch.cuh"
+#include "cuda/load.cuh"
 
 namespace deltanet::cuda {
 namespace {
@@ -26,7 +25,7 @@ struct Traits {
 
 constexpr float kSmallestGate = -120.f;
 
-template <class Traits, class Gate>
+template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads)
     gate_cumsum_kernel(const __grid_constant__ GateCumsumParams p) {
   __shared__ typename Traits::Shared shared;
@@ -38,8 +37,8 @@ __global__ void __launch_bounds__(Traits::kThreads)
   // identity instead of leaving early.
   double sum = 0;
   if (t < p.tokens) {
-    const auto* g = static_cast<const Gate*>(p.g.data);
-    const float x = float(g[b * p.g.stride[0] + t * p.g.stride[1] + h * p.g.stride[2]]);
+    const int64_t at = b * p.g.stride[0] + t * p.g.stride[1] + h * p.g.stride[2];
+    const float x = load_float(p.g.data, p.g.dtype, at);
     sum = x < kSmallestGate ? kSmallestGate : x;  // a NaN stays one
   }
 
@@ -53,43 +52,30 @@ __global__ void __launch_bounds__(Traits::kThreads)
   }
 }
 
-template <int kChunk, class Gate>
+template <int kChunk>
 void run(const GateCumsumParams& p, cudaStream_t stream) {
   const int64_t chunks = (p.tokens + kChunk - 1) / kChunk;
-  launch("gate_cumsum", gate_cumsum_kernel<Traits<kChunk>, Gate>, p.batch * p.heads * chunks,
+  launch("gate_cumsum", gate_cumsum_kernel<Traits<kChunk>>, p.batch * p.heads * chunks,
          Traits<kChunk>::kThreads, /*dynamic_shared=*/0, stream, p);
-}
-
-template <class Gate>
-void run_chunk(const GateCumsumParams& p, int chunk, cudaStream_t stream) {
-  switch (chunk) {
-    case 16:
-      return run<16, Gate>(p, stream);
-    case 32:
-      return run<32, Gate>(p, stream);
-    case 64:
-      return run<64, Gate>(p, stream);
-    case 128:
-      return run<128, Gate>(p, stream);
-    default:
-      throw std::invalid_argument("gate_cumsum: chunk size " + std::to_string(chunk) +
-                                  " is not built; supported: 16, 32, 64, 128");
-  }
 }
 
 }  // namespace
 
 void gate_cumsum(const GateCumsumParams& p, int chunk, cudaStream_t stream) {
-  switch (p.g.dtype) {
-    case DType::kFloat32:
-      return run_chunk<float>(p, chunk, stream);
-    case DType::kBFloat16:
-      return run_chunk<__nv_bfloat16>(p, chunk, stream);
-    case DType::kFloat16:
-      return run_chunk<__half>(p, chunk, stream);
+  if (p.g.dtype == DType::kFloat64)
+    throw std::invalid_argument("gate_cumsum: g is float64; supported: float32, bfloat16, float16");
+  switch (chunk) {
+    case 16:
+      return run<16>(p, stream);
+    case 32:
+      return run<32>(p, stream);
+    case 64:
+      return run<64>(p, stream);
+    case 128:
+      return run<128>(p, stream);
     default:
-      throw std::invalid_argument(
-          "gate_cumsum: g is float64; supported: float32, bfloat16, float16");
+      throw std::invalid_argument("gate_cumsum: chunk size " + std::to_string(chunk) +
+                                  " is not built; supported: 16, 32, 64, 128");
   }
 }
 
