@@ -87,7 +87,9 @@ def test_prefill_and_continuation_equal_the_whole(
 
 
 @two_dtypes
-@pytest.mark.parametrize(("width", "kept"), [(4, 3), (4, 9), (8, 7), (2, 1), (1, 0), (1, 2)])
+@pytest.mark.parametrize(
+    ("width", "kept"), [(4, 3), (4, 4), (2, 4), (4, 9), (8, 7), (2, 1), (1, 0), (1, 2)]
+)
 @pytest.mark.parametrize("step", [1, 5, 40])
 def test_prefill_and_updates_equal_the_whole(
     step: int, width: int, kept: int, dtype: torch.dtype, poison: None
