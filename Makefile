@@ -86,6 +86,7 @@ dev: $(READY) ## editable install, built in place
 	@echo "==> deltanet_ext is ready in $(VENV)"
 
 test: $(READY) $(STAMPS)/test $(STAMPS)/demo $(STAMPS)/examples ## everything that CI runs: C++ tests, then pytest
+	@$(PY) tests/ptx_emulator/build.py --all
 	@scripts/with_python_headers.sh $(PY) scripts/run_tests.sh $(PY) $(STAMPS) $(ARGS)
 
 test-quick: $(READY) $(STAMPS)/test $(STAMPS)/demo $(STAMPS)/examples ## the same without slow tests, under two minutes

@@ -13,8 +13,13 @@ failed=0
 scripts/run_cpp_tests.sh dev || failed=1
 [ "$failed" = 0 ] || echo "==> the C++ tests failed"
 
+# Four processes hold about 1 GB each; more of them wait for each other's cores and caches. `worksteal`
+# keeps the tests of one file together, so that what they share is made once per process.
+parallel=(-n auto --maxprocesses 4 --dist worksteal)
+"$python" -c "import xdist" 2> /dev/null || parallel=()
+
 echo "==> pytest"
-"$python" -m pytest -rs "$@" || failed=1
+"$python" -m pytest -rs "${parallel[@]}" "$@" || failed=1
 
 cat "$stamps"/*.missing 2> /dev/null
 if [ -f build/cpp-dev/not-built.txt ]; then

@@ -136,6 +136,7 @@ def test_gates(gate: str, beta: str, isa: str) -> None:
     judge_gates(gate, beta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [CHUNK, RECURRENT])
 @pytest.mark.parametrize(
     "cu",

@@ -203,6 +203,7 @@ def test_gpu_comparison_finds_a_difference(gpu, tmp_path, capsys, monkeypatch):
     assert "DIFFERS: transition: M" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_on_gpu_says_what_is_wrong():
     script = BENCHMARKS / "on_gpu.sh"
 

@@ -486,6 +486,7 @@ def positional(args: dict[str, Any], return_final_states: bool) -> tuple[Any, ..
     return (*(args.get(name) for name in names), silu, return_final_states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", dtypes(torch.float32))
 @pytest.mark.parametrize("case", TRACED, ids=str)
 def test_opcheck(case: Conv, dtype: torch.dtype) -> None:

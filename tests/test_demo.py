@@ -94,6 +94,7 @@ def test_a_broken_kernel_fails_in_fp32(fault, capsys, monkeypatch):
     assert "FAILED" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["output 1% too large", "one token is NaN", "heads swapped"])
 def test_a_broken_kernel_fails_in_bf16(fault, capsys, monkeypatch):
     name, change = FAULTS[fault]

@@ -63,6 +63,7 @@ def run_to_the_end(way: str, options: training.Options) -> training.Training:
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argument", ["query", "key", "value"])
 def test_a_missing_gradient_fails(
     argument: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -26,11 +26,13 @@ def run(name: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_quickstart():
     shapes = re.findall(r"torch\.Size\(\[([\d, ]+)\]\)", run("quickstart.py"))
     assert shapes == ["1, 99, 4, 128", "1, 1, 4, 128", "1, 4, 128, 128"]
 
 
+@pytest.mark.slow
 def test_qwen3_next_layer():
     pytest.importorskip("transformers", minversion="5.15")
     assert "same tokens: True" in run("qwen3_next_layer.py")

@@ -244,6 +244,7 @@ def test_what_is_not_built_is_refused() -> None:
 OPS = torch.ops.deltanet_ext
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", dtypes(torch.float32))
 @pytest.mark.parametrize("shape", [(3, 8), (2, 3, 5), (7,), (0, 4)], ids=str)
 @pytest.mark.parametrize("requires_grad", [False, True])

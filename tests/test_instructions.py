@@ -29,6 +29,7 @@ def test_every_problem_has_a_figure() -> None:
     assert sorted(FIGURES) == sorted(str(p) for p in PROBLEMS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_no_kernel_needs_more_instructions_than_committed(problem: instructions.Problem) -> None:
     counted, figure = instructions.count(problem), FIGURES[str(problem)]

@@ -499,6 +499,7 @@ def test_without_the_library_it_says_how_to_build(monkeypatch):
     assert not switch.report().enabled
 
 
+@pytest.mark.slow
 def test_models_imported_later_are_switched_and_nothing_is_imported_by_us():
     code = """
         import sys, torch

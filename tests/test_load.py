@@ -36,6 +36,7 @@ def test_the_variable_chooses(isa: str) -> None:
     assert done.stdout.split() == [isa, isa], done.stderr
 
 
+@pytest.mark.slow
 def test_an_empty_variable_is_no_choice() -> None:
     done = python("import deltanet_ext as d; print(d.cpu_isa())", DELTANET_CPU_ISA="")
     assert done.stdout.split() == deltanet_ext.available_cpu_isas()[:1], done.stderr
@@ -78,6 +79,7 @@ for name, call in calls.items():
 """
 
 
+@pytest.mark.slow
 def test_without_the_library_the_first_call_says_what_to_do() -> None:
     done = python(WITHOUT_LIBRARY)
     assert done.returncode == 0, done.stderr
@@ -130,6 +132,7 @@ def lines(code: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_cuda_kernels_that_load() -> None:
     found = lines(
         "import deltanet_ext as d; from deltanet_ext import _load\n"
@@ -150,6 +153,7 @@ def test_cuda_kernels_that_load() -> None:
     assert found[2] == str(changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("breaking", "reason"),
     [

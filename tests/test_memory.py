@@ -59,6 +59,7 @@ def test_large_results_can_be_poisoned(poison: None) -> None:
     assert large_state().isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("megabytes", "kept"), [("0", False), ("3", False), ("5", True), (None, True)]
 )
@@ -81,6 +82,7 @@ def test_how_much_memory_is_kept(megabytes: str | None, kept: bool) -> None:
     assert done.stdout.strip() == str(kept)
 
 
+@pytest.mark.slow
 def test_a_wrong_amount_is_an_error() -> None:
     script = "from test_memory import large_state; large_state()"
     environment = {

@@ -154,6 +154,7 @@ def setup_py(*arguments: str, **environment: str) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.slow
 @needs_checkout
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is a CUDA build")
 @pytest.mark.parametrize("variables", [{"DELTANET_CUDA": "on"}, {"FORCE_CUDA": "1"}])
@@ -164,6 +165,7 @@ def test_asking_for_cuda_kernels_that_cannot_be_built_is_an_error(variables):
     assert f"DELTANET_CUDA=on cannot be met: {reason}" in ran.stderr
 
 
+@pytest.mark.slow
 @needs_checkout
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
@@ -210,6 +212,7 @@ def files_below(*folders: str) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @needs_checkout
 def test_the_source_distribution_can_be_built_and_tested(tmp_path):
     ran = setup_py("-q", "sdist", "--dist-dir", str(tmp_path))

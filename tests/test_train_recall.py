@@ -67,6 +67,7 @@ def test_sequences_ask_what_they_told() -> None:
     assert not torch.equal(tokens, other)
 
 
+@pytest.mark.slow
 def test_it_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An easier task than the default one, so that seconds are enough."""
     easy = [
@@ -88,6 +89,7 @@ def test_an_accuracy_below_the_target_fails(tmp_path: Path) -> None:
     assert recall.main(arguments) == 1
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     arguments = [*TINY, "--steps", "11", "--evaluate-every", "4"]
@@ -147,6 +149,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_rule_trains_otherwise(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers", minversion="5.15")

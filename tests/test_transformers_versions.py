@@ -66,6 +66,7 @@ def test_the_oldest_model_is_there():
     assert "qwen3_next" in HERE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HERE)
 def test_same_tokens_for_models_built_before_and_after(kind, calls):
     before = build(kind)
@@ -100,6 +101,7 @@ def without_us(model: torch.nn.Module, **options) -> torch.Tensor:
         pytest.skip(f"transformers {transformers.__version__}: {type(error).__name__}: {error}")
 
 
+@pytest.mark.slow
 @common
 @pytest.mark.parametrize(
     "options",
@@ -136,6 +138,7 @@ def test_left_padded_batch(kind, calls):
     assert sum(calls.values()) > 0
 
 
+@pytest.mark.slow
 @common
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_several_turns_continue_from_the_cache(kind, cache, calls):
@@ -355,6 +358,7 @@ def test_report_names_what_was_left():
     )
 
 
+@pytest.mark.slow
 def test_models_imported_later_and_nothing_is_imported_by_us():
     code = """
         import sys, torch, deltanet_ext

@@ -51,7 +51,7 @@ MAPS = [case for group in GROUPS for case in group if _without_options(case)]
 
 
 @pytest.mark.parametrize("dtype", dtypes(torch.float32))
-@pytest.mark.parametrize("case", map(_slow_if_large, MAPS), ids=str)
+@pytest.mark.parametrize("case", [_slow_if_large(case) for case in MAPS], ids=str)
 def test_is_as_exact_as_the_recurrence(case: Case, dtype: torch.dtype, poison: None) -> None:
     args = rule(case.inputs(dtype))
     M, U = transition(**args)

@@ -16,8 +16,9 @@ here too, so that running starts at once.
 """
 
 import argparse
-import collections
 import concurrent.futures
+import contextlib
+import fcntl
 import functools
 import hashlib
 import os
@@ -29,7 +30,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -139,20 +139,29 @@ def run(command: list, **options) -> None:
         raise SystemExit(f"{shlex.join(map(str, command))}\n{done.stdout}{done.stderr}")
 
 
+@contextlib.contextmanager
+def only_one(target: pathlib.Path):
+    """Threads and processes that need the same target: one makes it, the others wait."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.with_name(target.name + ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def make(target: pathlib.Path, command, *, stamp: str) -> pathlib.Path:
     """Run ``command(temporary file)`` unless the target with this stamp is there.
 
-    Builds at the same time do not disturb each other: a target is complete, or not there.
+    A target is complete, or not there.
     """
     mark = target.with_name(target.name + ".stamp")
-    if target.exists() and mark.exists() and mark.read_text() == stamp:
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        fresh = pathlib.Path(folder) / target.name
-        command(fresh)
-        os.replace(fresh, target)
-    mark.write_text(stamp)
+    with only_one(target):
+        if target.exists() and mark.exists() and mark.read_text() == stamp:
+            return target
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            fresh = pathlib.Path(folder) / target.name
+            command(fresh)
+            os.replace(fresh, target)
+        mark.write_text(stamp)
     return target
 
 
@@ -276,7 +285,9 @@ def pretranslate(binary: pathlib.Path, *, count: bool = False) -> None:
             / "translated"
             / f"{fnv(text, toolchain().encode(), b'count' if count else b''):016x}.so"
         )
-        if not target.exists():
+        with only_one(target):
+            if target.exists():
+                continue
             with tempfile.NamedTemporaryFile(suffix=".ptx", dir=lib.parent) as ptx:
                 pathlib.Path(ptx.name).write_bytes(text)
                 command = [sys.executable, __file__, "--translate", ptx.name, target]
@@ -327,21 +338,21 @@ def compile_cuda(
         return digest(base, *sorted(sources()))
 
     mark = target.with_name(target.name + ".stamp")
-    if target.exists() and mark.exists() and mark.read_text() == stamp():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    started = time.time()
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        fresh, listing = pathlib.Path(folder) / target.name, pathlib.Path(folder) / "headers.d"
-        run([find_nvcc(), *flags, "-MD", "-MF", listing, "-c", source, "-o", fresh])
-        words = listing.read_text().replace("\\\n", " ").split()[1:]
-        depends.write_text("\n".join(w for w in words if w != ":" and not w.endswith(":")))
-        os.replace(fresh, target)
-    # A file saved meanwhile may not be the one that was compiled: no stamp, and the next call
-    # compiles again.
-    mark.unlink(missing_ok=True)
-    if all(path.stat().st_mtime < started for path in sources()):
-        mark.write_text(stamp())
+    with only_one(target):
+        if target.exists() and mark.exists() and mark.read_text() == stamp():
+            return target
+        started = time.time()
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            fresh, listing = pathlib.Path(folder) / target.name, pathlib.Path(folder) / "headers.d"
+            run([find_nvcc(), *flags, "-MD", "-MF", listing, "-c", source, "-o", fresh])
+            words = listing.read_text().replace("\\\n", " ").split()[1:]
+            depends.write_text("\n".join(w for w in words if w != ":" and not w.endswith(":")))
+            os.replace(fresh, target)
+        # A file saved meanwhile may not be the one that was compiled: no stamp, and the next call
+        # compiles again.
+        mark.unlink(missing_ok=True)
+        if all(path.stat().st_mtime < started for path in sources()):
+            mark.write_text(stamp())
     return target
 
 
@@ -402,16 +413,8 @@ def kernel_units() -> dict[str, list[pathlib.Path]]:
     return dict(sorted(units.items(), key=lambda unit: -len(unit[1])))
 
 
-UNIT_LOCKS: dict[str, threading.Lock] = collections.defaultdict(threading.Lock)
-
-
 def kernels(unit: str) -> pathlib.Path:
     """The object of one unit, translated."""
-    with UNIT_LOCKS[unit]:  # programs and operators that are built side by side share units
-        return build_kernels(unit)
-
-
-def build_kernels(unit: str) -> pathlib.Path:
     sources = kernel_units()[unit]
     text = "".join(f'#include "{source}"\n' for source in sources)
     folder = BUILD / "kernels"
