@@ -133,10 +133,14 @@ def test_vector_instructions_stand_only_in_the_functions_of_their_isa():
     for name, lines in functions(disassembly):
         text = "\n".join(lines)
         if re.search(r"%zmm|%[xy]mm(1[6-9]|2\d|3[01])|\{%k", text):
-            assert re.search(r"deltanet::cpu::avx512(_bf16)?::", name), f"AVX-512 instructions in {name}"
+            assert re.search(r"deltanet::cpu::avx512(_bf16)?::", name), (
+                f"AVX-512 instructions in {name}"
+            )
             wide["avx512"] += 1
         elif re.search(r"\tv\w+\s.*%[xy]mm", text):
-            assert re.search(r"deltanet::cpu::avx(2|512|512_bf16)::", name), f"AVX instructions in {name}"
+            assert re.search(r"deltanet::cpu::avx(2|512|512_bf16)::", name), (
+                f"AVX instructions in {name}"
+            )
             wide["avx2"] += 1
     assert min(wide.values()) > 3, f"is this the library with the kernels? {wide}"
 

@@ -5,7 +5,7 @@
 
 #if defined(__x86_64__)
 #if defined(__clang__)
-#pragma clang attribute push(                                                    \
+#pragma clang attribute push(                                                               \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"))), \
     apply_to = function)
 #else
@@ -14,7 +14,8 @@
 // GCC warns of its own intrinsics (bug 105593).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,prefer-vector-width=512")
+#pragma GCC target( \
+    "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,prefer-vector-width=512")
 #endif
 
 namespace deltanet::cpu::avx512_bf16 {

@@ -101,11 +101,11 @@ extern const Kernels kernels_f64;
 namespace avx2 {
 extern const Kernels kernels_f32;
 extern const Bf16Kernels kernels_bf16;
-}
+}  // namespace avx2
 namespace avx512 {
 extern const Kernels kernels_f32;
 extern const Bf16Kernels kernels_bf16;
-}
+}  // namespace avx512
 namespace avx512_bf16 {
 extern const Bf16Kernels kernels_bf16;
 }
@@ -113,7 +113,7 @@ extern const Bf16Kernels kernels_bf16;
 namespace neon {
 extern const Kernels kernels_f32;
 extern const Bf16Kernels kernels_bf16;
-}
+}  // namespace neon
 #endif
 
 }  // namespace deltanet::cpu

@@ -111,8 +111,8 @@ const Kernels& kernels_f32() { return *active().f32; }
 const Bf16Kernels* kernels_bf16() {
   const Isa& isa = active();
   const Bf16Products when = bf16_products.load(std::memory_order_relaxed);
-  const bool wanted = when == Bf16Products::kAlways ||
-                      (when == Bf16Products::kWhereFaster && isa.has_dot2);
+  const bool wanted =
+      when == Bf16Products::kAlways || (when == Bf16Products::kWhereFaster && isa.has_dot2);
   return wanted ? isa.bf16 : nullptr;
 }
 const Kernels& kernels_f64() { return scalar::kernels_f64; }

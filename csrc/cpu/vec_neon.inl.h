@@ -96,7 +96,8 @@ struct Neon {
   static DELTANET_INLINE V bf16_pair(V even, V odd) {
     return vreinterpretq_f32_u32(vsriq_n_u32(round_to_bf16(odd), round_to_bf16(even), 16));
   }
-  // c + a.even b.even + a.odd b.odd. (CPUs with BF16 have BFDOT for it, which no CPU here could run.)
+  // c + a.even b.even + a.odd b.odd. (CPUs with BF16 have BFDOT for it, which no CPU here could
+  // run.)
   static DELTANET_INLINE V dot2(V a, V b, V c) {
     c = fma(even_of(a), even_of(b), c);
     return fma(odd_of(a), odd_of(b), c);
@@ -105,8 +106,7 @@ struct Neon {
     return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(pair), 16));
   }
   static DELTANET_INLINE V odd_of(V pair) {
-    return vreinterpretq_f32_u32(
-        vandq_u32(vreinterpretq_u32_f32(pair), vdupq_n_u32(0xffff0000u)));
+    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(pair), vdupq_n_u32(0xffff0000u)));
   }
 
   // out[i * ld + j] = sum of the lanes of c[4 i + j], for 4 rows of 4

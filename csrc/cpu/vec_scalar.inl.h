@@ -47,7 +47,8 @@ struct Scalar {
   static DELTANET_INLINE void store_bf16(uint16_t* p, V x) { *p = float_to_bf16(float(x)); }
   static DELTANET_INLINE void store_f16(uint16_t* p, V x) { *p = float_to_f16(float(x)); }
 
-  // Two bf16 per float: even in the low half, odd in the high one. Rounded to nearest, ties to even.
+  // Two bf16 per float: even in the low half, odd in the high one. Rounded to nearest, ties to
+  // even.
   static DELTANET_INLINE V bf16_pair(V even, V odd) {
     return bits_to_float(uint32_t(float_to_bf16(even)) | uint32_t(float_to_bf16(odd)) << 16);
   }

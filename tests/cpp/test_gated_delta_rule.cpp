@@ -242,8 +242,12 @@ TEST_P(GatedDeltaRule, EveryElementTypeIsComputedInFp32OrBetter) {
 // padding and tails, which show as errors of order one, or as NaN from scratch memory.
 TEST_P(GatedDeltaRule, PairsOfBf16GiveTheSameUpToTheirRounding) {
   set_bf16_products(Bf16Products::kAlways);
-  for (const auto& [tokens, dim_k, dim_v] : {std::tuple{41, 128, 128}, {16, 1, 1}, {7, 33, 47},
-                                             {100, 6, 256}, {65, 256, 5}, {5, 101, 75}})
+  for (const auto& [tokens, dim_k, dim_v] : {std::tuple{41, 128, 128},
+                                             {16, 1, 1},
+                                             {7, 33, 47},
+                                             {100, 6, 256},
+                                             {65, 256, 5},
+                                             {5, 101, 75}})
     for (const bool with_state : {true, false}) {
       Options options;
       options.dtype = DType::kBFloat16;

@@ -49,5 +49,6 @@ void store_sums(const float* from, float* out, int ld) {
   for (int i = 0; i < X::kDotRows * 4; ++i) rows[i] = X::load(from + i * X::kLanes);
   X::store_sums(out, ld, rows);
 }
-const VecFunctions functions{X::kLanes,  X::kDotRows, exp_of_sum, one_plus_exp, load_bf16, load_f16,
-                             store_bf16, store_f16,   bf16_pair,  dot2,         sum,       copy_first, store_sums};
+const VecFunctions functions{X::kLanes, X::kDotRows, exp_of_sum, one_plus_exp, load_bf16,
+                             load_f16,  store_bf16,  store_f16,  bf16_pair,    dot2,
+                             sum,       copy_first,  store_sums};
