@@ -167,11 +167,14 @@ class cpu_precision:
         _tell_the_cpu()
 
 
+def _torch_is_fast() -> bool:
+    precision: str = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    return precision == "bf16"
+
+
 def _tell_the_cpu() -> None:
     global _cpu_told
-    fast = _cpu_precision == "fast" or (
-        _cpu_precision == "torch" and torch.backends.mkldnn.matmul.fp32_precision == "bf16"
-    )
+    fast = _cpu_precision == "fast" or (_cpu_precision == "torch" and _torch_is_fast())
     told = "where faster" if fast else "never"
     if told != _cpu_told and _load.is_loaded():
         _load.library().set_bf16_products(told)
