@@ -40,7 +40,7 @@ CPU_SOURCES = [
     "csrc/cpu/isa_scalar.cpp",
 ]
 VECTOR_SOURCES = {
-    "x86_64": ["csrc/cpu/isa_avx2.cpp", "csrc/cpu/isa_avx512.cpp"],
+    "x86_64": ["csrc/cpu/isa_avx2.cpp", "csrc/cpu/isa_avx512.cpp", "csrc/cpu/isa_avx512_bf16.cpp"],
     "aarch64": ["csrc/cpu/isa_neon.cpp"],
 }
 MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())

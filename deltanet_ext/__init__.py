@@ -16,7 +16,9 @@ from importlib.metadata import PackageNotFoundError, version
 from deltanet_ext import _autograd, _fake, _layer_autograd, _load
 from deltanet_ext._settings import (
     batch_invariant,
+    cpu_precision,
     cuda_precision,
+    get_cpu_precision,
     get_cuda_precision,
     is_batch_invariant,
 )
@@ -54,6 +56,7 @@ __all__ = [
     "chunk_gated_delta_rule",
     "chunk_transition",
     "cpu_isa",
+    "cpu_precision",
     "cuda_precision",
     "disable",
     "enable",
@@ -62,6 +65,7 @@ __all__ = [
     "force_cpu_isa",
     "fused_recurrent_gated_delta_rule",
     "gated_rms_norm",
+    "get_cpu_precision",
     "get_cuda_precision",
     "is_batch_invariant",
     "recurrent_gated_delta_rule",

@@ -48,7 +48,8 @@ def info() -> int:
     try:
         facts |= {
             "cpu kernels": f"{deltanet_ext.cpu_isa()} (this machine runs: "
-            f"{', '.join(deltanet_ext.available_cpu_isas())})",
+            f"{', '.join(deltanet_ext.available_cpu_isas())}; "
+            f"precision: {deltanet_ext.get_cpu_precision()})",
             "cuda kernels": _cuda_kernels(),
             **{f"build: {name}": fact for name, fact in deltanet_ext.build_info().items()},
         }

@@ -1,23 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two switches of the CUDA kernels, for the whole process: bits and precision.
+"""Switches for the whole process: bits and precision of the CUDA kernels, precision of the CPU's.
 
-CPU kernels know neither: there a sequence gets the same bits in any company, and all arithmetic is
-fp32. Both switches are read when an operator runs, also inside of a graph that torch.compile or
-torch.export made; a captured CUDA graph keeps what was set while it was captured.
+They are read when an operator runs, also inside of a graph that torch.compile or torch.export made;
+a captured CUDA graph keeps what was set while it was captured. On the CPU a sequence gets the same
+bits in any company, whatever is set.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from deltanet_ext import _load
 
-__all__ = ["batch_invariant", "cuda_precision", "get_cuda_precision", "is_batch_invariant"]
+__all__ = [
+    "batch_invariant",
+    "cpu_precision",
+    "cuda_precision",
+    "get_cpu_precision",
+    "get_cuda_precision",
+    "is_batch_invariant",
+]
 
 _PRECISIONS = ("exact", "fast")
+_CPU_PRECISIONS = ("torch", "exact", "fast")
 
 _batch_invariant = False
 _precision = "exact"
+_cpu_precision = "torch"
+_cpu_told = "never"  # what the library was told last: when it may multiply pairs of bf16
 
 
 def _tell_the_library(batch_invariant: bool, fast: bool) -> None:
@@ -108,6 +120,80 @@ class cuda_precision:
         global _precision
         _precision = self._before
         _tell()
+
+
+class cpu_precision:
+    """How the CPU's chunked forward multiplies bf16 inputs: "torch" (default), "exact" or "fast".
+
+    "exact" does all arithmetic in fp32. "fast" rounds a copy of the state, and the new values in
+    the state's update, to bf16 where the CPU multiplies pairs of bf16 in one instruction (AVX-512
+    with BF16: `cpu_isa()` is "avx512_bf16"), which halves the number of its products. Everything
+    else stays fp32, the state that is kept too. Relative errors of the output reach 3.3e-3 instead
+    of 1.7e-3, those of the state 1e-2 instead of 1e-6, for beta up to 1; keys that repeat with a
+    beta near 2 amplify them (4e-2 at 1.999; docs/numerics.md). Elsewhere, for other dtypes, for
+    runs of up to four tokens and where gradients are needed, "fast" is "exact".
+
+    "torch" follows torch's own setting for matrix products on the CPU: it is "fast" while
+    `torch.backends.mkldnn.matmul.fp32_precision` is "bf16", which
+    `torch.set_float32_matmul_precision("medium")` makes it, and "exact" otherwise. The setting is
+    read at each call of `chunk_gated_delta_rule`; a graph of torch.compile or torch.export uses
+    what the last call outside of it, or the last call of `cpu_precision`, found.
+
+    Works as `torch.set_grad_enabled`: from the call on, or inside a `with` block.
+
+    >>> with cpu_precision("fast"):
+    ...     get_cpu_precision()
+    'fast'
+    >>> get_cpu_precision()
+    'torch'
+    """
+
+    def __init__(self, precision: str) -> None:
+        global _cpu_precision
+        if precision not in _CPU_PRECISIONS:
+            raise ValueError(
+                f"cpu_precision: {precision!r} is not known; supported: torch, exact, fast"
+            )
+        self._before = _cpu_precision
+        _cpu_precision = precision
+        _tell_the_cpu()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        global _cpu_precision
+        _cpu_precision = self._before
+        _tell_the_cpu()
+
+
+def _torch_is_fast() -> bool:
+    precision: str = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    return precision == "bf16"
+
+
+def _tell_the_cpu() -> None:
+    global _cpu_told
+    fast = _cpu_precision == "fast" or (_cpu_precision == "torch" and _torch_is_fast())
+    told = "where faster" if fast else "never"
+    if told != _cpu_told and _load.is_loaded():
+        _load.library().set_bf16_products(told)
+        _cpu_told = told
+
+
+def follow_torch(query: object) -> None:
+    """Before a call of the chunked rule outside of a trace: torch's setting may have changed."""
+    if _cpu_precision == "torch" and getattr(query, "dtype", None) is torch.bfloat16:
+        _tell_the_cpu()
+
+
+def get_cpu_precision() -> str:
+    """What `cpu_precision` is set to.
+
+    >>> get_cpu_precision()
+    'torch'
+    """
+    return _cpu_precision
 
 
 def is_batch_invariant() -> bool:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from deltanet_ext import _checks, _load
+from deltanet_ext import _checks, _load, _settings
 
 __all__ = [
     "available_cpu_isas",
@@ -225,6 +225,8 @@ def chunk_gated_delta_rule(
     (torch.Size([1, 1, 1, 1]), 3.25)
     """
     _checks.check_chunk_size("chunk_gated_delta_rule", chunk_size)
+    if not torch.compiler.is_compiling():
+        _settings.follow_torch(query)
     return _run_rule(
         "chunk_gated_delta_rule", _chunk_forward, _chunk_forward_saving,
         query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias, scale,

@@ -35,7 +35,7 @@ def test_is_as_exact_as_the_recurrence(case: Case, dtype: torch.dtype, isa: str)
 
 def test_best_first_and_scalar_always() -> None:
     names = deltanet_ext.available_cpu_isas()
-    known = ["avx512", "avx2", "neon", "scalar"]
+    known = ["avx512_bf16", "avx512", "avx2", "neon", "scalar"]
     assert names == [name for name in known if name in names]
     assert names[-1] == "scalar"
     assert set(names) <= set(deltanet_ext.build_info()["cpu_isas_built"])

@@ -92,7 +92,7 @@ def leaks(symbols: str, isa: str) -> list[str]:
 
 
 @needs_checkout
-@pytest.mark.parametrize("isa", ["avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["avx2", "avx512", "avx512_bf16"])
 def test_an_isa_object_defines_no_weak_symbol_outside_its_namespace(isa):
     """A std:: function compiled for AVX-512 could win at link time and crash an older CPU."""
     assert leaks(run_tool("nm", "-C", str(object_file(isa))), isa) == []
@@ -133,10 +133,14 @@ def test_vector_instructions_stand_only_in_the_functions_of_their_isa():
     for name, lines in functions(disassembly):
         text = "\n".join(lines)
         if re.search(r"%zmm|%[xy]mm(1[6-9]|2\d|3[01])|\{%k", text):
-            assert "deltanet::cpu::avx512::" in name, f"AVX-512 instructions in {name}"
+            assert re.search(r"deltanet::cpu::avx512(_bf16)?::", name), (
+                f"AVX-512 instructions in {name}"
+            )
             wide["avx512"] += 1
         elif re.search(r"\tv\w+\s.*%[xy]mm", text):
-            assert re.search(r"deltanet::cpu::avx(2|512)::", name), f"AVX instructions in {name}"
+            assert re.search(r"deltanet::cpu::avx(2|512|512_bf16)::", name), (
+                f"AVX instructions in {name}"
+            )
             wide["avx2"] += 1
     assert min(wide.values()) > 3, f"is this the library with the kernels? {wide}"
 

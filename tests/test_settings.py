@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The switches of the CUDA kernels: from a call on, or inside a block."""
+"""The switches: from a call on, or inside a block."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 import deltanet_ext
-from deltanet_ext import _settings
+from deltanet_ext import _load, _settings
 
 
 @pytest.fixture
@@ -68,3 +72,74 @@ def test_precision_has_two_names(precision, told):
     ):
         deltanet_ext.cuda_precision(precision)
     assert told == []
+
+
+@pytest.fixture
+def told_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What the CPU's library is told."""
+    changes: list[str] = []
+    library = _load.library()
+    monkeypatch.setattr(_load, "_library", SimpleNamespace(set_bf16_products=changes.append))
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    yield changes
+    torch.backends.mkldnn.matmul.fp32_precision = before
+    monkeypatch.setattr(_load, "_library", library)
+    monkeypatch.setattr(_settings, "_cpu_told", "never")
+
+
+def chunk(dtype: torch.dtype) -> None:
+    x = torch.zeros(1, 5, 1, 8, dtype=dtype)
+    deltanet_ext.chunk_gated_delta_rule(x, x, x, None, None)
+
+
+def test_cpu_precision_inside_blocks(told_cpu):
+    with deltanet_ext.cpu_precision("fast"):
+        assert deltanet_ext.get_cpu_precision() == "fast"
+        chunk(torch.bfloat16)
+        with deltanet_ext.cpu_precision("exact"):
+            chunk(torch.bfloat16)
+        assert deltanet_ext.get_cpu_precision() == "fast"
+    assert deltanet_ext.get_cpu_precision() == "torch"
+    assert told_cpu == ["where faster", "never", "where faster", "never"]
+
+
+def test_cpu_precision_follows_torch(told_cpu):
+    chunk(torch.bfloat16)
+    assert told_cpu == []
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    chunk(torch.float32)  # has products in fp32 whatever is set
+    assert told_cpu == []
+    chunk(torch.bfloat16)
+    assert told_cpu == ["where faster"]
+    for other in ("tf32", "ieee"):
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        chunk(torch.bfloat16)
+        torch.backends.mkldnn.matmul.fp32_precision = other
+        chunk(torch.bfloat16)
+    assert told_cpu == ["where faster", "never"] * 2
+    with deltanet_ext.cpu_precision("exact"):
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        chunk(torch.bfloat16)
+        assert told_cpu[-1] == "never"
+    assert told_cpu[-1] == "where faster"
+
+
+def test_medium_of_torch_is_bf16():
+    """What the documentation of cpu_precision says of torch."""
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+        torch.set_float32_matmul_precision("highest")
+        assert torch.backends.mkldnn.matmul.fp32_precision != "bf16"
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("precision", ["medium", "", None, True])
+def test_cpu_precision_has_three_names(precision, told_cpu):
+    with pytest.raises(
+        ValueError, match=r"cpu_precision: .* is not known; supported: torch, exact, fast"
+    ):
+        deltanet_ext.cpu_precision(precision)
+    assert told_cpu == []

@@ -16,9 +16,13 @@
 // Padding:     K, V and the chunk are padded with zeros (k = b = g = 0 leaves the state alone), so
 //              no loop has a tail.
 //
+// kBf16Products: K S, Q S and the update of S multiply pairs of bf16 and add in Real (X::dot2).
+//              k and q are bf16 as they come; a copy of S, and V' in the update, are rounded to it.
+//              K K^T, Q K^T, gates, substitution, P V' and the state that is kept are as without.
+//
 // Included inside an ISA namespace, after a vector type X.
 
-template <class X>
+template <class X, bool kBf16Products = false>
 struct ChunkForward {
   using Real = typename X::Real;
   using Wider = typename WiderThan<Real>::type;
@@ -54,8 +58,13 @@ struct ChunkForward {
     Real* O;           // [C, widest tile]   o where it cannot be stored directly
     Gates* gates;
     Real* S;  // [heads][tiles][K, tile]  working states
+    // Pairs of bf16, with kBf16Products only. Vup holds pairs of rows then: [C / 2, widest tile].
+    Real *K_pairs = nullptr, *Q_pairs = nullptr;  // [C, kRow / 2]  neighbors in a row
+    Real* K_tokens = nullptr;                     // [C / 2, kRow]  neighbors in a column
+    Real* S_pairs = nullptr;  // [heads][tiles][K / 2, tile]  of S, neighbors in a column
     size_t bytes;
   };
+  static int state_rows(int dim_k) { return kBf16Products ? round_up(dim_k, 2) : dim_k; }
   static Scratch carve(void* base, int dim_k, int heads, int columns) {
     ScratchCarver carver{static_cast<char*>(base)};
     Scratch s;
@@ -70,7 +79,14 @@ struct ChunkForward {
     s.Vup = carver.take<Real>(C * kWidest * W);
     s.O = carver.take<Real>(C * kWidest * W);
     s.gates = carver.take<Gates>(1);
-    s.S = carver.take<Real>(size_t(heads) * dim_k * round_up(columns, W));
+    const size_t states = size_t(heads) * state_rows(dim_k) * round_up(columns, W);
+    s.S = carver.take<Real>(states);
+    if constexpr (kBf16Products) {
+      s.K_pairs = carver.take<Real>(C * kRow / 2);
+      s.Q_pairs = carver.take<Real>(C * kRow / 2);
+      s.K_tokens = carver.take<Real>(C / 2 * kRow);
+      s.S_pairs = carver.take<Real>(states / 2);
+    }
     s.bytes = carver.used;
     return s;
   }
@@ -130,6 +146,23 @@ struct ChunkForward {
       }
       s.rq[i] = reciprocal_norm(X::sum(sum));
     }
+  }
+
+  static DELTANET_INLINE Real exact_pair(Real even, Real odd) {
+    return bits_to_float(float_to_bits(even) >> 16 | (float_to_bits(odd) & 0xffff0000u));
+  }
+  // The same rows as pairs of bf16, which they are as they come.
+  static DELTANET_NOINLINE void pair_rows(const Scratch& s, int dim_k) {
+    for (int i = 0; i < C; ++i)
+      for (int k = 0; k < dim_k; k += 2) {
+        const int from = i * kRow + k, to = (i * kRow + k) / 2;
+        s.K_pairs[to] = exact_pair(s.K[from], s.K[from + 1]);
+        s.Q_pairs[to] = exact_pair(s.Q[from], s.Q[from + 1]);
+      }
+    for (int t = 0; t < C; t += 2)
+      for (int k = 0; k < dim_k; k += W)
+        X::store(s.K_tokens + t / 2 * kRow + k,
+                 X::bf16_pair(X::load(s.K + t * kRow + k), X::load(s.K + (t + 1) * kRow + k)));
   }
 
   // ---- once per chunk and value head
@@ -197,6 +230,11 @@ struct ChunkForward {
     }
   }
 
+  // Where the bf16 copy of a tile of S lies.
+  static DELTANET_INLINE Real* pairs_of(const Scratch& s, const Real* S) {
+    return s.S_pairs + (S - s.S) / 2;
+  }
+
   // ---- once per chunk, value head and column tile
   // ------------------------------------------------- A tile is kWidth vectors of columns. Register
   // tiles are kRows x kWidth accumulators.
@@ -207,29 +245,39 @@ struct ChunkForward {
     static constexpr int kRows = X::rows_for(kWidth);
     static constexpr int kUpdateRows = X::update_rows_for(kWidth);
     static_assert(C % kRows == 0);
+    static_assert(!kBf16Products || (C % 2 == 0 && kRows % 2 == 0 && kUpdateRows % 2 == 0));
     using Registers = V[kRows][kWidth];
+
+    static DELTANET_INLINE V multiply_add(V a, V b, V c) {
+      if constexpr (kBf16Products)
+        return X::dot2(a, b, c);
+      else
+        return X::fma(a, b, c);
+    }
 
     static DELTANET_INLINE void load_row(V (&b)[kWidth], const Real* row) {
 #pragma GCC unroll 8
       for (int j = 0; j < kWidth; ++j) b[j] = X::load(row + j * W);
     }
 
-    // c = A S for kRows rows of A
+    // c = A S for kRows rows of A. With kBf16Products A and S are pairs, half as many as dim_k.
     static DELTANET_INLINE void rows_times_state(Registers& c, const Real* A, const Real* S,
                                                  int dim_k) {
+      constexpr int kStride = kBf16Products ? kRow / 2 : kRow;
+      const int count = kBf16Products ? (dim_k + 1) / 2 : dim_k;
 #pragma GCC unroll 32
       for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 8
         for (int j = 0; j < kWidth; ++j) c[i][j] = X::zero();
 #pragma GCC unroll 4
-      for (int k = 0; k < dim_k; ++k) {
+      for (int k = 0; k < count; ++k) {
         V b[kWidth];
         load_row(b, S + k * kColumns);
 #pragma GCC unroll 32
         for (int i = 0; i < kRows; ++i) {
-          const V a = X::set1(A[i * kRow + k]);
+          const V a = X::set1(A[i * kStride + k]);
 #pragma GCC unroll 8
-          for (int j = 0; j < kWidth; ++j) c[i][j] = X::fma(a, b[j], c[i][j]);
+          for (int j = 0; j < kWidth; ++j) c[i][j] = multiply_add(a, b[j], c[i][j]);
         }
       }
     }
@@ -254,7 +302,7 @@ struct ChunkForward {
                                            int dim_k, int r0) {
       const Gates& gates = *s.gates;
       Registers c;
-      rows_times_state(c, s.K + r0 * kRow, S, dim_k);
+      rows_times_state(c, kBf16Products ? s.K_pairs + r0 * kRow / 2 : s.K + r0 * kRow, S, dim_k);
 #pragma GCC unroll 32
       for (int i = 0; i < kRows; ++i) {
         const V b = X::set1(gates.value[r0 + i]), decayed = X::set1(gates.key[r0 + i]);
@@ -278,9 +326,21 @@ struct ChunkForward {
 #pragma GCC unroll 8
         for (int j = 0; j < kWidth; ++j) {
           X::store(s.Vnew + (r0 + i) * kColumns + j * W, c[i][j]);
-          X::store(s.Vup + (r0 + i) * kColumns + j * W, X::mul(u, c[i][j]));
+          c[i][j] = X::mul(u, c[i][j]);
+          if constexpr (!kBf16Products) X::store(s.Vup + (r0 + i) * kColumns + j * W, c[i][j]);
         }
       }
+      if constexpr (kBf16Products) store_pairs<kRows>(s.Vup + r0 / 2 * kColumns, c);
+    }
+
+    // Two neighboring rows of c each, as pairs of bf16.
+    template <int kCount>
+    static DELTANET_INLINE void store_pairs(Real* to, const V (&c)[kCount][kWidth]) {
+#pragma GCC unroll 32
+      for (int i = 0; i < kCount; i += 2)
+#pragma GCC unroll 8
+        for (int j = 0; j < kWidth; ++j)
+          X::store(to + i / 2 * kColumns + j * W, X::bf16_pair(c[i][j], c[i + 1][j]));
     }
 
     // (6) for rows r0 to r0 + kRows
@@ -288,7 +348,7 @@ struct ChunkForward {
                                        int64_t o_stride, bool stream) {
       const Gates& gates = *s.gates;
       Registers c;
-      rows_times_state(c, s.Q + r0 * kRow, S, dim_k);
+      rows_times_state(c, kBf16Products ? s.Q_pairs + r0 * kRow / 2 : s.Q + r0 * kRow, S, dim_k);
 #pragma GCC unroll 32
       for (int i = 0; i < kRows; ++i) {
         const V factor = X::set1(gates.query[r0 + i]);
@@ -323,27 +383,31 @@ struct ChunkForward {
 #pragma GCC unroll 8
         for (int j = 0; j < kWidth; ++j)
           c[i][j] = X::mul(keep, X::load(S + (m + i) * kColumns + j * W));
+      const Real* K = kBf16Products ? s.K_tokens : s.K;
 #pragma GCC unroll 32
-      for (int t = 0; t < C; ++t) {
+      for (int t = 0; t < (kBf16Products ? C / 2 : C); ++t) {
         V b[kWidth];
         load_row(b, s.Vup + t * kColumns);
 #pragma GCC unroll 32
         for (int i = 0; i < kCount; ++i) {
-          const V k = X::set1(s.K[t * kRow + m + i]);
+          const V k = X::set1(K[t * kRow + m + i]);
 #pragma GCC unroll 8
-          for (int j = 0; j < kWidth; ++j) c[i][j] = X::fma(k, b[j], c[i][j]);
+          for (int j = 0; j < kWidth; ++j) c[i][j] = multiply_add(k, b[j], c[i][j]);
         }
       }
 #pragma GCC unroll 32
       for (int i = 0; i < kCount; ++i)
 #pragma GCC unroll 8
         for (int j = 0; j < kWidth; ++j) X::store(S + (m + i) * kColumns + j * W, c[i][j]);
+      if constexpr (kBf16Products) store_pairs<kCount>(pairs_of(s, S) + m / 2 * kColumns, c);
     }
     static DELTANET_INLINE void update_state(const Scratch& s, Real* S, int dim_k) {
+      const int rows = state_rows(dim_k);
       int m = 0;
-      for (; m + kUpdateRows <= dim_k; m += kUpdateRows) update_rows<kUpdateRows>(s, S, m);
-      for (; m + 2 <= dim_k; m += 2) update_rows<2>(s, S, m);
-      for (; m < dim_k; ++m) update_rows<1>(s, S, m);
+      for (; m + kUpdateRows <= rows; m += kUpdateRows) update_rows<kUpdateRows>(s, S, m);
+      for (; m + 2 <= rows; m += 2) update_rows<2>(s, S, m);
+      if constexpr (!kBf16Products)
+        for (; m < rows; ++m) update_rows<1>(s, S, m);
     }
 
     // o: where rows can be stored directly, or null: no output is wanted. `stream`: past the
@@ -351,11 +415,14 @@ struct ChunkForward {
     static DELTANET_NOINLINE void run(const Scratch& s, Real* S, const Real* v, int dim_k,
                                       int count, Real* o, int64_t o_stride, bool stream) {
       const int rows = round_up(count, kRows);
-      for (int r = 0; r < rows; r += kRows) new_values(s, S, v, dim_k, r);
+      const Real* factor = kBf16Products ? pairs_of(s, S) : S;
+      for (int r = 0; r < rows; r += kRows) new_values(s, factor, v, dim_k, r);
+      constexpr int kPerRow = kBf16Products ? 2 : 1;
       if (rows < C)  // the state update always runs over the whole chunk
-        std::memset(s.Vup + rows * kColumns, 0, sizeof(Real) * (C - rows) * kColumns);
+        std::memset(s.Vup + rows / kPerRow * kColumns, 0,
+                    sizeof(Real) * (C - rows) / kPerRow * kColumns);
       if (o)
-        for (int r = 0; r < rows; r += kRows) output(s, S, dim_k, r, o, o_stride, stream);
+        for (int r = 0; r < rows; r += kRows) output(s, factor, dim_k, r, o, o_stride, stream);
       update_state(s, S, dim_k);
     }
   };
@@ -413,7 +480,7 @@ struct ChunkForward {
       } else {
         run_tile(width, s, S, s.Vin + c, p.dim_k, end, nullptr, 0, false);
       }
-      S += p.dim_k * tile_columns;
+      S += state_rows(p.dim_k) * tile_columns;
       c += tile_columns;
     }
   }
@@ -428,17 +495,27 @@ struct ChunkForward {
         const int tile_columns = tile_width(padded - c) * W;
         visit(p, task.sequence, h, task.column_begin + c, min_of(tile_columns, columns - c),
               tile_columns, S);
-        S += p.dim_k * tile_columns;
+        S += state_rows(p.dim_k) * tile_columns;
         c += tile_columns;
       }
   }
   struct LoadState {
+    const Scratch& s;
     void operator()(const GatedDeltaRuleParams& p, int64_t n, int64_t h, int column, int valid,
                     int tile_columns, Real* S) const {
       ConstMatrix from{};
       if (p.initial_state) from = head_state(p.initial_state, n, h, column);
       load_state<X>(p.initial_state ? &from : nullptr, p.initial_state_is_identity, column, p.dim_k,
                     valid, S, tile_columns, tile_columns);
+      if constexpr (kBf16Products) {
+        const int rows = state_rows(p.dim_k);
+        if (rows > p.dim_k) std::memset(S + p.dim_k * tile_columns, 0, sizeof(Real) * tile_columns);
+        for (int k = 0; k < rows; k += 2)
+          for (int j = 0; j < tile_columns; j += W)
+            X::store(pairs_of(s, S) + k / 2 * tile_columns + j,
+                     X::bf16_pair(X::load(S + k * tile_columns + j),
+                                  X::load(S + (k + 1) * tile_columns + j)));
+      }
     }
   };
   struct StoreState {
@@ -460,7 +537,7 @@ struct ChunkForward {
     const int heads = int(task.value_head_end - task.value_head_begin);
     const int columns = task.column_end - task.column_begin;
     const Scratch s = carve(scratch, p.dim_k, heads, columns);
-    const size_t head_state_size = size_t(p.dim_k) * round_up(columns, W);
+    const size_t head_state_size = size_t(state_rows(p.dim_k)) * round_up(columns, W);
     const int64_t batch = p.sequence_batch(task.sequence);
     const int64_t begin = p.sequence_begin(task.sequence), end = p.sequence_end(task.sequence);
     // Lanes above the diagonal take part in vector arithmetic, though nothing reads the result.
@@ -468,10 +545,10 @@ struct ChunkForward {
     std::memset(s.QK, 0, sizeof(Real) * C * C);
     if (!p.value) std::memset(s.Vin, 0, sizeof(Real) * C * kRow);
 
-    for_each_state(p, task, s.S, LoadState{});
+    for_each_state(p, task, s.S, LoadState{s});
     for (int64_t t = begin; t < end; t += C) {
       const int count = int(end - t < C ? end - t : C);
-      const int padded_k = round_up(p.dim_k, W);
+      const int padded_k = round_up(state_rows(p.dim_k), W);
       if (p.saved_states && t > begin && (t - begin) % kSegmentTokens == 0)
         for_each_state(p, task, s.S, SaveState{p.saved_state(batch, t)});
       pack_rows<X>(head_rows(p.key, batch, t, task.key_head), count, p.dim_k, s.K, kRow, C,
@@ -480,6 +557,7 @@ struct ChunkForward {
         pack_rows<X>(head_rows(p.query, batch, t, task.key_head), count, p.dim_k, s.Q, kRow, C,
                      padded_k);
       multiply_keys(s, p.dim_k, round_up(count, X::kDotRows), bool(p.query), p.l2norm);
+      if constexpr (kBf16Products) pair_rows(s, padded_k);
       for (int r = 0; r < heads; ++r) {
         const int64_t head = task.value_head_begin + r;
         Real g[C], beta[C];

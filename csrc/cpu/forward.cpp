@@ -104,13 +104,23 @@ const Kernels& kernels_for(const GatedDeltaRuleParams& p) {
   return p.is_double() ? kernels_f64() : kernels_f32();
 }
 
+// Pairs of bf16 need no rounding of q and k then. What a backward pass starts from is exact, as the
+// states that it makes again are.
+bool may_multiply_bf16(const GatedDeltaRuleParams& p) {
+  const auto is_bf16 = [](const View<4>& x) { return x && x.dtype == DType::kBFloat16; };
+  return is_bf16(p.query) && is_bf16(p.key) && is_bf16(p.value) && !p.saved_states;
+}
+
 }  // namespace
 
 void chunk_forward(const GatedDeltaRuleParams& p, const Parallel& parallel) {
   const Kernels& kernels = kernels_for(p);
   const RulePlan plan(p, kernels.column_granularity, workers_for(multiply_adds(p), parallel));
+  const Bf16Kernels* bf16 = may_multiply_bf16(p) ? kernels_bf16() : nullptr;
+  const auto chunk = bf16 ? bf16->chunk_forward : kernels.chunk_forward;
+  const auto chunk_scratch_bytes = bf16 ? bf16->scratch_bytes : kernels.chunk_scratch_bytes;
   const size_t scratch =
-      std::max(kernels.chunk_scratch_bytes(p, plan.heads_per_task(), plan.columns_per_task()),
+      std::max(chunk_scratch_bytes(p, plan.heads_per_task(), plan.columns_per_task()),
                kernels.recurrent_scratch_bytes(p, plan.columns_per_task()));
   const bool may_be_short = p.query && p.value;
   run_tasks(plan.tasks(), multiply_adds(p), scratch, parallel, [&](int64_t i, void* mine) {
@@ -119,7 +129,7 @@ void chunk_forward(const GatedDeltaRuleParams& p, const Parallel& parallel) {
     if (may_be_short && tokens <= kShortRun)
       kernels.recurrent_forward(p, task, mine);
     else
-      kernels.chunk_forward(p, task, mine);
+      chunk(p, task, mine);
   });
   clear_tail(p);
   clear_unused_states(p);

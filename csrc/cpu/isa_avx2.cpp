@@ -31,6 +31,7 @@ namespace deltanet::cpu::avx2 {
 #include "cpu/kernel_table.inl.h"
 
 const Kernels kernels_f32 = make_kernels<Avx2>();
+const Bf16Kernels kernels_bf16 = make_bf16_kernels<Avx2>();
 
 }  // namespace deltanet::cpu::avx2
 

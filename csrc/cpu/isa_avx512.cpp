@@ -33,6 +33,7 @@ namespace deltanet::cpu::avx512 {
 #include "cpu/kernel_table.inl.h"
 
 const Kernels kernels_f32 = make_kernels<Avx512>();
+const Bf16Kernels kernels_bf16 = make_bf16_kernels<Avx512>();
 
 }  // namespace deltanet::cpu::avx512
 

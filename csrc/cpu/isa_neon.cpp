@@ -20,6 +20,7 @@ namespace deltanet::cpu::neon {
 #include "cpu/kernel_table.inl.h"
 
 const Kernels kernels_f32 = make_kernels<Neon>();
+const Bf16Kernels kernels_bf16 = make_bf16_kernels<Neon>();
 
 }  // namespace deltanet::cpu::neon
 #endif  // arm64

@@ -18,6 +18,7 @@ namespace deltanet::cpu::scalar {
 #include "cpu/kernel_table.inl.h"
 
 const Kernels kernels_f32 = make_kernels<Scalar<float>>();
+const Bf16Kernels kernels_bf16 = make_bf16_kernels<Scalar<float>>();
 const Kernels kernels_f64 = make_kernels<Scalar<double>>();
 
 }  // namespace deltanet::cpu::scalar

@@ -32,3 +32,8 @@ constexpr Kernels make_kernels() {
       &GatedRmsNormBackward<X>::run,
   };
 }
+
+template <class X>
+constexpr Bf16Kernels make_bf16_kernels() {
+  return {&ChunkForward<X, true>::scratch_bytes, &ChunkForward<X, true>::run};
+}

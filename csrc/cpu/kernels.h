@@ -42,6 +42,12 @@ constexpr int kConvChannels = 128;
 
 constexpr size_t kScratchAlignment = 64;
 
+// The chunked rule with products of bf16 pairs (ChunkForward), for bf16 q, k and v.
+struct Bf16Kernels {
+  size_t (*scratch_bytes)(const GatedDeltaRuleParams&, int value_heads, int columns);
+  void (*chunk_forward)(const GatedDeltaRuleParams&, const RuleTask&, void* scratch);
+};
+
 struct Kernels {
   // A task's column_begin is a multiple of this.
   int column_granularity;
@@ -88,19 +94,26 @@ struct Kernels {
 
 namespace scalar {
 extern const Kernels kernels_f32;
+extern const Bf16Kernels kernels_bf16;
 extern const Kernels kernels_f64;
 }  // namespace scalar
 #if defined(__x86_64__)
 namespace avx2 {
 extern const Kernels kernels_f32;
-}
+extern const Bf16Kernels kernels_bf16;
+}  // namespace avx2
 namespace avx512 {
 extern const Kernels kernels_f32;
+extern const Bf16Kernels kernels_bf16;
+}  // namespace avx512
+namespace avx512_bf16 {
+extern const Bf16Kernels kernels_bf16;
 }
 #elif defined(__aarch64__)
 namespace neon {
 extern const Kernels kernels_f32;
-}
+extern const Bf16Kernels kernels_bf16;
+}  // namespace neon
 #endif
 
 }  // namespace deltanet::cpu

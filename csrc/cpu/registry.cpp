@@ -16,6 +16,8 @@ struct Isa {
   const char* name;
   bool (*runs_here)();
   const Kernels* f32;
+  const Bf16Kernels* bf16;
+  bool has_dot2;  // in one instruction, so that kernels of bf16 pairs are faster than those of fp32
 };
 
 bool always() { return true; }
@@ -32,17 +34,19 @@ bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
 // Best first.
 constexpr Isa kIsas[] = {
 #if defined(__x86_64__)
-    {"avx512", has_avx512, &avx512::kernels_f32},
-    {"avx2", has_avx2, &avx2::kernels_f32},
+    {"avx512_bf16", has_avx512_bf16, &avx512::kernels_f32, &avx512_bf16::kernels_bf16, true},
+    {"avx512", has_avx512, &avx512::kernels_f32, &avx512::kernels_bf16, false},
+    {"avx2", has_avx2, &avx2::kernels_f32, &avx2::kernels_bf16, false},
 #elif defined(__aarch64__)
-    {"neon", always, &neon::kernels_f32},
+    {"neon", always, &neon::kernels_f32, &neon::kernels_bf16, false},
 #endif
-    {"scalar", always, &scalar::kernels_f32},
+    {"scalar", always, &scalar::kernels_f32, &scalar::kernels_bf16, false},
 };
 
 std::string joined(const std::vector<std::string>& names) {
@@ -71,6 +75,7 @@ const Isa& chosen_without_force() {
 }
 
 std::atomic<const Isa*> forced{nullptr};
+std::atomic<Bf16Products> bf16_products{Bf16Products::kNever};
 
 const Isa& active() {
   if (const Isa* isa = forced.load(std::memory_order_relaxed)) return *isa;
@@ -100,7 +105,16 @@ void force_isa(const std::string& name) {
   forced.store(name.empty() ? nullptr : &find(name, "force_cpu_isa"), std::memory_order_relaxed);
 }
 
+void set_bf16_products(Bf16Products when) { bf16_products.store(when, std::memory_order_relaxed); }
+
 const Kernels& kernels_f32() { return *active().f32; }
+const Bf16Kernels* kernels_bf16() {
+  const Isa& isa = active();
+  const Bf16Products when = bf16_products.load(std::memory_order_relaxed);
+  const bool wanted =
+      when == Bf16Products::kAlways || (when == Bf16Products::kWhereFaster && isa.has_dot2);
+  return wanted ? isa.bf16 : nullptr;
+}
 const Kernels& kernels_f64() { return scalar::kernels_f64; }
 
 }  // namespace deltanet::cpu

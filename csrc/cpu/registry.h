@@ -21,6 +21,17 @@ std::string active_isa();
 // Throws std::invalid_argument, naming what can be had, for any other name.
 void force_isa(const std::string& name);
 
+// Whether bf16 inputs may be multiplied in pairs of bf16, for the whole process. Never, by default.
+enum class Bf16Products {
+  kNever,
+  kWhereFaster,  // where the CPU multiplies a pair in one instruction
+  kAlways,       // for tests
+};
+void set_bf16_products(Bf16Products when);
+
+// Null where products are to be in fp32.
+const Bf16Kernels* kernels_bf16();
+
 // Kernels of the active instruction set. fp64 has scalar kernels only.
 const Kernels& kernels_f32();
 const Kernels& kernels_f64();

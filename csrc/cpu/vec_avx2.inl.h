@@ -85,20 +85,39 @@ struct Avx2 {
   static DELTANET_INLINE V load_f16(const uint16_t* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
-  static DELTANET_INLINE void store_bf16(uint16_t* p, V x) {
+  // The upper halves are bf16; the lower ones are left over.
+  static DELTANET_INLINE __m256i round_to_bf16(V x) {
     const __m256i u = _mm256_castps_si256(x);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
-    __m256i r = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i r = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
     const __m256i quiet = _mm256_or_si256(u, _mm256_set1_epi32(0x400000));
-    r = _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(r), _mm256_castsi256_ps(quiet),
-                                             _mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
-    r = _mm256_srli_epi32(r, 16);
+    return _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(r), _mm256_castsi256_ps(quiet),
+                                                _mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+  }
+  static DELTANET_INLINE void store_bf16(uint16_t* p, V x) {
+    __m256i r = _mm256_srli_epi32(round_to_bf16(x), 16);
     r = _mm256_permute4x64_epi64(_mm256_packus_epi32(r, r), 0x08);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(r));
   }
   static DELTANET_INLINE void store_f16(uint16_t* p, V x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                      _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+
+  // Two bf16 per lane: even in the low half, odd in the high one. Rounded to nearest, ties to even.
+  static DELTANET_INLINE V bf16_pair(V even, V odd) {
+    const __m256i high = _mm256_set1_epi32(int(0xffff0000u));
+    return _mm256_castsi256_ps(_mm256_or_si256(_mm256_srli_epi32(round_to_bf16(even), 16),
+                                               _mm256_and_si256(round_to_bf16(odd), high)));
+  }
+  // c + a.even b.even + a.odd b.odd
+  static DELTANET_INLINE V dot2(V a, V b, V c) {
+    const V high = _mm256_castsi256_ps(_mm256_set1_epi32(int(0xffff0000u)));
+    c = fma(even_of(a), even_of(b), c);
+    return fma(_mm256_and_ps(a, high), _mm256_and_ps(b, high), c);
+  }
+  static DELTANET_INLINE V even_of(V pair) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pair), 16));
   }
 
   // out[i * ld + j] = sum of the lanes of c[4 i + j], for 2 rows of 4

@@ -72,18 +72,39 @@ struct Avx512 {
   static DELTANET_INLINE V load_f16(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
-  static DELTANET_INLINE void store_bf16(uint16_t* p, V x) {
+  // The upper halves are bf16; the lower ones are left over.
+  static DELTANET_INLINE __m512i round_to_bf16(V x) {
     const __m512i u = _mm512_castps_si512(x);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-    __m512i r = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    r = _mm512_mask_or_epi32(r, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), u,
-                             _mm512_set1_epi32(0x400000));
+    const __m512i r = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    return _mm512_mask_or_epi32(r, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), u,
+                                _mm512_set1_epi32(0x400000));
+  }
+  static DELTANET_INLINE void store_bf16(uint16_t* p, V x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
-                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16)));
+                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(round_to_bf16(x), 16)));
   }
   static DELTANET_INLINE void store_f16(uint16_t* p, V x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                         _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+
+  // Two bf16 per lane: even in the low half, odd in the high one. Rounded to nearest, ties to even.
+  static DELTANET_INLINE V bf16_pair(V even, V odd) {
+    const __m512i low = _mm512_srli_epi32(round_to_bf16(even), 16);
+    return _mm512_castsi512_ps(_mm512_mask_mov_epi16(low, 0xaaaaaaaau, round_to_bf16(odd)));
+  }
+  // c + a.even b.even + a.odd b.odd
+  static DELTANET_INLINE V dot2(V a, V b, V c) {
+    c = fma(even_of(a), even_of(b), c);
+    return fma(odd_of(a), odd_of(b), c);
+  }
+  static DELTANET_INLINE V even_of(V pair) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pair), 16));
+  }
+  static DELTANET_INLINE V odd_of(V pair) {
+    return _mm512_castsi512_ps(
+        _mm512_and_si512(_mm512_castps_si512(pair), _mm512_set1_epi32(int(0xffff0000u))));
   }
 
   // out[i * ld + j] = sum of the lanes of c[4 i + j], for 4 rows of 4: a transpose that adds on the

@@ -77,15 +77,36 @@ struct Neon {
   static DELTANET_INLINE V load_f16(const uint16_t* p) {
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
   }
-  static DELTANET_INLINE void store_bf16(uint16_t* p, V x) {
+  // The upper halves are bf16; the lower ones are left over.
+  static DELTANET_INLINE uint32x4_t round_to_bf16(V x) {
     const uint32x4_t u = vreinterpretq_u32_f32(x);
     const uint32x4_t odd = vandq_u32(vshrq_n_u32(u, 16), vdupq_n_u32(1));
     const uint32x4_t rounded = vaddq_u32(u, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
     const uint32x4_t quiet = vorrq_u32(u, vdupq_n_u32(0x400000));
-    vst1_u16(p, vshrn_n_u32(vbslq_u32(vceqq_f32(x, x), rounded, quiet), 16));
+    return vbslq_u32(vceqq_f32(x, x), rounded, quiet);
+  }
+  static DELTANET_INLINE void store_bf16(uint16_t* p, V x) {
+    vst1_u16(p, vshrn_n_u32(round_to_bf16(x), 16));
   }
   static DELTANET_INLINE void store_f16(uint16_t* p, V x) {
     vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x)));
+  }
+
+  // Two bf16 per lane: even in the low half, odd in the high one. Rounded to nearest, ties to even.
+  static DELTANET_INLINE V bf16_pair(V even, V odd) {
+    return vreinterpretq_f32_u32(vsriq_n_u32(round_to_bf16(odd), round_to_bf16(even), 16));
+  }
+  // c + a.even b.even + a.odd b.odd. (CPUs with BF16 have BFDOT for it, which no CPU here could
+  // run.)
+  static DELTANET_INLINE V dot2(V a, V b, V c) {
+    c = fma(even_of(a), even_of(b), c);
+    return fma(odd_of(a), odd_of(b), c);
+  }
+  static DELTANET_INLINE V even_of(V pair) {
+    return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(pair), 16));
+  }
+  static DELTANET_INLINE V odd_of(V pair) {
+    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(pair), vdupq_n_u32(0xffff0000u)));
   }
 
   // out[i * ld + j] = sum of the lanes of c[4 i + j], for 4 rows of 4

@@ -47,6 +47,18 @@ struct Scalar {
   static DELTANET_INLINE void store_bf16(uint16_t* p, V x) { *p = float_to_bf16(float(x)); }
   static DELTANET_INLINE void store_f16(uint16_t* p, V x) { *p = float_to_f16(float(x)); }
 
+  // Two bf16 per float: even in the low half, odd in the high one. Rounded to nearest, ties to
+  // even.
+  static DELTANET_INLINE V bf16_pair(V even, V odd) {
+    return bits_to_float(uint32_t(float_to_bf16(even)) | uint32_t(float_to_bf16(odd)) << 16);
+  }
+  // c + a.even b.even + a.odd b.odd
+  static DELTANET_INLINE V dot2(V a, V b, V c) {
+    const uint32_t x = float_to_bits(a), y = float_to_bits(b);
+    c = fma(bits_to_float(x << 16), bits_to_float(y << 16), c);
+    return fma(bits_to_float(x & 0xffff0000u), bits_to_float(y & 0xffff0000u), c);
+  }
+
   // out[i * ld + j] = sum of the lanes of c[4 i + j], for kDotRows rows of 4
   static DELTANET_INLINE void store_sums(Real* out, int ld, const V (&c)[4 * kDotRows]) {
     for (int i = 0; i < kDotRows; ++i)

@@ -50,6 +50,18 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_isa", &deltanet::cpu::active_isa, "The instruction set in use.");
   m.def("force_cpu_isa", &deltanet::cpu::force_isa, py::arg("name"),
         "Use this instruction set in the whole process; '' goes back to the automatic choice.");
+  m.def(
+      "set_bf16_products",
+      [](const std::string& when) {
+        using deltanet::cpu::Bf16Products;
+        if (when != "never" && when != "where faster" && when != "always")
+          throw std::invalid_argument("set_bf16_products: '" + when +
+                                      "'; supported: never, where faster, always");
+        deltanet::cpu::set_bf16_products(when == "never"    ? Bf16Products::kNever
+                                         : when == "always" ? Bf16Products::kAlways
+                                                            : Bf16Products::kWhereFaster);
+      },
+      py::arg("when"), "Whether bf16 inputs may be multiplied in pairs of bf16; 'never' at first.");
   m.def("poison_results", &deltanet::ops::poison_results, py::arg("on"),
         "For tests: memory of results holds NaN until a kernel writes it. Returns for how many it "
         "did.");

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <thread>
 
+#include "cpu/registry.h"
 #include "rule_call.h"
 
 namespace deltanet::cpu {
@@ -235,6 +236,30 @@ TEST_P(GatedDeltaRule, EveryElementTypeIsComputedInFp32OrBetter) {
     options.state_dtype = dtype;
     check({2, 50, 2, 4, 32, 33}, options);
   }
+}
+
+// Rounding what is multiplied costs what the bf16 output's own rounding does. What is at stake is
+// padding and tails, which show as errors of order one, or as NaN from scratch memory.
+TEST_P(GatedDeltaRule, PairsOfBf16GiveTheSameUpToTheirRounding) {
+  set_bf16_products(Bf16Products::kAlways);
+  for (const auto& [tokens, dim_k, dim_v] : {std::tuple{41, 128, 128},
+                                             {16, 1, 1},
+                                             {7, 33, 47},
+                                             {100, 6, 256},
+                                             {65, 256, 5},
+                                             {5, 101, 75}})
+    for (const bool with_state : {true, false}) {
+      Options options;
+      options.dtype = DType::kBFloat16;
+      options.with_initial_state = with_state;
+      RuleCall call({1, tokens, 2, 6, dim_k, dim_v}, options);
+      const RuleResult want = recurrence<double>(call.params);
+      run(Kernel::kChunk, call.params);
+      EXPECT_LE(error_ratio(call.output(), want.output), 3.5e-3) << call.describe();
+      EXPECT_LE(error_ratio(call.final_state(), want.final_state), 3.5e-3) << call.describe();
+      EXPECT_EQ(call.stray_writes(), 0);
+    }
+  set_bf16_products(Bf16Products::kNever);
 }
 
 TEST_P(GatedDeltaRule, GatesAndStatesMayHaveAnotherTypeThanTheInputs) {

@@ -42,8 +42,8 @@ TEST(Registry, WhatIsAvailableWasBuiltAndKeepsTheOrder) {
 }
 
 #if defined(__x86_64__)
-TEST(Registry, X86HasAvx512ThenAvx2ThenScalar) {
-  EXPECT_EQ(built_isas(), (std::vector<std::string>{"avx512", "avx2", "scalar"}));
+TEST(Registry, X86HasAvx512WithBf16ThenWithoutThenAvx2ThenScalar) {
+  EXPECT_EQ(built_isas(), (std::vector<std::string>{"avx512_bf16", "avx512", "avx2", "scalar"}));
 }
 #elif defined(__aarch64__)
 TEST(Registry, Arm64HasNeonThenScalar) {
@@ -68,13 +68,27 @@ TEST(Registry, AForcedIsaIsUsedUntilItIsTakenBack) {
 }
 
 TEST(Registry, EveryAvailableIsaHasKernelsOfItsOwn) {
-  std::vector<const Kernels*> seen;
+  std::vector<const Bf16Kernels*> seen;
+  set_bf16_products(Bf16Products::kAlways);
   for (const std::string& name : available_isas()) {
     force_isa(name);
-    const Kernels* kernels = &kernels_f32();
-    EXPECT_EQ(std::count(seen.begin(), seen.end(), kernels), 0) << name;
-    EXPECT_GT(kernels->column_granularity, 0);
-    seen.push_back(kernels);
+    EXPECT_EQ(std::count(seen.begin(), seen.end(), kernels_bf16()), 0) << name;
+    EXPECT_GT(kernels_f32().column_granularity, 0);
+    seen.push_back(kernels_bf16());
+  }
+  force_isa("");
+  set_bf16_products(Bf16Products::kNever);
+}
+
+TEST(Registry, PairsOfBf16AreMultipliedWhereAskedFor) {
+  for (const std::string& name : available_isas()) {
+    force_isa(name);
+    EXPECT_EQ(kernels_bf16(), nullptr) << name;
+    set_bf16_products(Bf16Products::kWhereFaster);
+    EXPECT_EQ(kernels_bf16() != nullptr, name == "avx512_bf16");
+    set_bf16_products(Bf16Products::kAlways);
+    EXPECT_NE(kernels_bf16(), nullptr) << name;
+    set_bf16_products(Bf16Products::kNever);
   }
   force_isa("");
 }

@@ -15,6 +15,8 @@ struct VecFunctions {
   void (*load_f16)(const uint16_t*, float*, int);
   void (*store_bf16)(const float*, uint16_t*, int);
   void (*store_f16)(const float*, uint16_t*, int);
+  void (*bf16_pair)(const float*, const float*, float*, int);
+  void (*dot2)(const float*, const float*, float*, int);
   void (*sum)(const float*, float*, int);
   void (*copy_first)(const float*, float*, int);
   void (*store_sums)(const float*, float*, int);
@@ -65,6 +67,25 @@ using X = Avx512;
 }  // namespace avx512_vec
 #if defined(__clang__)
 #pragma clang attribute pop
+#pragma clang attribute push(                                                               \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"))), \
+    apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target( \
+    "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,prefer-vector-width=512")
+#endif
+namespace avx512_bf16_vec {
+#include "cpu/rule_inputs.inl.h"
+#include "cpu/vec_math.inl.h"
+#include "cpu/vec_avx512.inl.h"
+#include "cpu/vec_avx512_bf16.inl.h"
+using X = Avx512Bf16;
+#include "vec_functions.inl.h"
+}  // namespace avx512_bf16_vec
+#if defined(__clang__)
+#pragma clang attribute pop
 #else
 #pragma GCC diagnostic pop
 #pragma GCC pop_options
@@ -90,6 +111,7 @@ class Vectors : public testing_support::EveryIsa {
 #if defined(__x86_64__)
     if (GetParam() == "avx2") return avx2_vec::functions;
     if (GetParam() == "avx512") return avx512_vec::functions;
+    if (GetParam() == "avx512_bf16") return avx512_bf16_vec::functions;
 #elif defined(__aarch64__)
     if (GetParam() == "neon") return neon_vec::functions;
 #endif
@@ -238,6 +260,47 @@ TEST_P(Vectors, Fp16IsStoredAsTheScalarConversionDoes) {
     else
       ASSERT_EQ(got[i], float_to_f16(x[i])) << std::hex << float_to_bits(x[i]);
   }
+}
+
+TEST_P(Vectors, PairsAreRoundedAsTheScalarConversionDoes) {
+  const std::vector<float> even = hard_to_round();
+  const std::vector<float> odd(even.rbegin(), even.rend());
+  std::vector<float> got(even.size());
+  functions().bf16_pair(even.data(), odd.data(), got.data(), int(got.size()));
+  const bool flushes = GetParam() == "avx512_bf16";  // subnormal numbers become zero
+  const auto same = [&](uint16_t half, float x) {
+    if (std::isnan(x)) return std::isnan(bf16_to_float(half));
+    if (flushes && std::fabs(x) < std::numeric_limits<float>::min()) return (half & 0x7fff) == 0;
+    return half == float_to_bf16(x);
+  };
+  for (size_t i = 0; i < got.size(); ++i) {
+    const uint32_t pair = float_to_bits(got[i]);
+    ASSERT_TRUE(same(uint16_t(pair), even[i])) << std::hex << float_to_bits(even[i]);
+    ASSERT_TRUE(same(uint16_t(pair >> 16), odd[i])) << std::hex << float_to_bits(odd[i]);
+  }
+}
+
+TEST_P(Vectors, ProductsOfPairsAreSummedInFloat) {
+  constexpr size_t kCount = 4096;
+  std::vector<float> a(kCount), b(kCount), c(kCount), exact(kCount), size(kCount);
+  uint32_t seed = 1;
+  const auto random = [&] {  // a bf16 between 2^-8 and 2^8, of either sign
+    seed = seed * 1664525u + 1013904223u;
+    return uint16_t((seed >> 16 & 0x8000u) | (0x3b80u + (seed >> 20 & 0x7ffu)));
+  };
+  for (size_t i = 0; i < kCount; ++i) {
+    const uint16_t halves[] = {random(), random(), random(), random()};
+    a[i] = bits_to_float(uint32_t(halves[0]) | uint32_t(halves[1]) << 16);
+    b[i] = bits_to_float(uint32_t(halves[2]) | uint32_t(halves[3]) << 16);
+    c[i] = bf16_to_float(random());
+    const double even = double(bf16_to_float(halves[0])) * bf16_to_float(halves[2]);
+    const double odd = double(bf16_to_float(halves[1])) * bf16_to_float(halves[3]);
+    exact[i] = float(c[i] + even + odd);
+    size[i] = float(std::fabs(c[i]) + std::fabs(even) + std::fabs(odd));
+  }
+  functions().dot2(a.data(), b.data(), c.data(), int(kCount));
+  for (size_t i = 0; i < kCount; ++i)
+    ASSERT_NEAR(c[i], exact[i], size[i] * 1.8e-7) << i;  // two or three roundings
 }
 
 TEST_P(Vectors, SumAddsEveryLaneOnce) {

@@ -23,6 +23,14 @@ void store_bf16(const float* from, uint16_t* out, int n) {
 void store_f16(const float* from, uint16_t* out, int n) {
   for (int i = 0; i < n; i += X::kLanes) X::store_f16(out + i, X::load(from + i));
 }
+void bf16_pair(const float* even, const float* odd, float* out, int n) {
+  for (int i = 0; i < n; i += X::kLanes)
+    X::store(out + i, X::bf16_pair(X::load(even + i), X::load(odd + i)));
+}
+void dot2(const float* a, const float* b, float* c, int n) {
+  for (int i = 0; i < n; i += X::kLanes)
+    X::store(c + i, X::dot2(X::load(a + i), X::load(b + i), X::load(c + i)));
+}
 void sum(const float* from, float* out, int n) {
   for (int i = 0; i < n; i += X::kLanes) out[i / X::kLanes] = X::sum(X::load(from + i));
 }
@@ -41,5 +49,6 @@ void store_sums(const float* from, float* out, int ld) {
   for (int i = 0; i < X::kDotRows * 4; ++i) rows[i] = X::load(from + i * X::kLanes);
   X::store_sums(out, ld, rows);
 }
-const VecFunctions functions{X::kLanes,  X::kDotRows, exp_of_sum, one_plus_exp, load_bf16, load_f16,
-                             store_bf16, store_f16,   sum,        copy_first,   store_sums};
+const VecFunctions functions{X::kLanes, X::kDotRows, exp_of_sum, one_plus_exp, load_bf16,
+                             load_f16,  store_bf16,  store_f16,  bf16_pair,    dot2,
+                             sum,       copy_first,  store_sums};
