@@ -51,7 +51,7 @@ struct ChunkBackward {
   // <S, dS>, for as many vectors as a multiple of four, in four sums that do not wait for each
   // other
   static DELTANET_NOINLINE Real dot_of_states(const Real* S, const Real* dS, size_t size) {
-    if constexpr (W == 1) return Recompute::dot(S, dS, int(size));
+    if constexpr (W == 1) return dot_product<X>(S, dS, int(size));
     V sums[4] = {X::zero(), X::zero(), X::zero(), X::zero()};
     for (size_t i = 0; i < size; i += 4 * W)
 #pragma GCC unroll 4
@@ -360,8 +360,8 @@ struct ChunkBackward {
   static void beta_gradients(const Scratch& s, int columns, Real* d_beta) {
     for (int i = 0; i < C; ++i)
       if (s.gates->inside[i])
-        d_beta[i] = Recompute::dot(s.Z + i * kRow, s.R + i * kRow, columns) +
-                    Recompute::dot(s.B + i * C, s.KK + i * C, C);
+        d_beta[i] = dot_product<X>(s.Z + i * kRow, s.R + i * kRow, columns) +
+                    dot_product<X>(s.B + i * C, s.KK + i * C, C);
   }
 
   // (21), (22). `through` is <S0, dS>, still without its factor gamma.
@@ -372,8 +372,8 @@ struct ChunkBackward {
     for (int i = C - 1; i >= 0; --i) {
       if (!gates.inside[i]) continue;
       const Real *q = s.Q + i * kRow, *k = s.K + i * kRow;
-      past += Wider(Recompute::dot(q, s.q_past + i * kRow, dim)) +
-              Wider(Recompute::dot(k, s.k_past + i * kRow, dim));
+      past += Wider(dot_product<X>(q, s.q_past + i * kRow, dim)) +
+              Wider(dot_product<X>(k, s.k_past + i * kRow, dim));
       const V b = X::set1(gates.value[i]);
       for (int j = 0; j < C; j += W) {
         const V a = X::mul(X::load(s.A + i * C + j), X::load(s.QK + i * C + j));
@@ -525,7 +525,7 @@ struct ChunkBackward {
   // (25), after the sum over value heads: d <- r (d - y (y . d))
   static void through_norm(const Real* y, const Real* r, int count, int dim, Real* d) {
     for (int i = 0; i < count; ++i, y += kRow, d += kRow) {
-      const V along = X::set1(Recompute::dot(y, d, dim)), factor = X::set1(r[i]);
+      const V along = X::set1(dot_product<X>(y, d, dim)), factor = X::set1(r[i]);
       for (int k = 0; k < dim; k += W)
         X::store(d + k, X::mul(factor, X::fnma(along, X::load(y + k), X::load(d + k))));
     }

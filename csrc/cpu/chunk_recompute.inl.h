@@ -129,17 +129,6 @@ struct ChunkRecompute {
 
   // ---- small products
 
-  static DELTANET_INLINE Real dot(const Real* a, const Real* b, int dim) {
-    if constexpr (W == 1) {
-      double sum = 0;
-      for (int i = 0; i < dim; ++i) sum += double(a[i]) * b[i];
-      return Real(sum);
-    }
-    V sum = X::zero();
-    for (int i = 0; i < dim; i += W) sum = X::fma(X::load(a + i), X::load(b + i), sum);
-    return X::sum(sum);
-  }
-
   // out_ij = a_i . b_j for j <= i, in whole blocks
   static DELTANET_NOINLINE void lower_products(const Real* a, const Real* b, int dim, Real* out) {
     for (int i = 0; i < C; i += X::kDotRows)
@@ -154,7 +143,7 @@ struct ChunkRecompute {
     for (int i = 0; i < C; ++i) {
       reciprocal[i] = 1;
       if (!l2norm) continue;
-      reciprocal[i] = reciprocal_norm(dot(rows + i * kRow, rows + i * kRow, dim));
+      reciprocal[i] = reciprocal_norm(dot_product<X>(rows + i * kRow, rows + i * kRow, dim));
       const V r = X::set1(reciprocal[i]);
       for (int k = 0; k < dim; k += W)
         X::store(rows + i * kRow + k, X::mul(r, X::load(rows + i * kRow + k)));

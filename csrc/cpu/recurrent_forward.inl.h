@@ -53,16 +53,6 @@ struct RecurrentForward {
     return carve(nullptr, p.dim_k, columns).bytes;
   }
 
-  static DELTANET_INLINE Real dot(const Real* a, const Real* b, int dim) {
-    if constexpr (W == 1) {  // one chain of Reals would lose what lanes keep apart
-      double sum = 0;
-      for (int i = 0; i < dim; ++i) sum += double(a[i]) * b[i];
-      return Real(sum);
-    }
-    V sum = X::zero();
-    for (int i = 0; i < dim; i += W) sum = X::fma(X::load(a + i), X::load(b + i), sum);
-    return X::sum(sum);
-  }
   template <bool kPartial>
   static DELTANET_INLINE V load(const Real* p, int lanes) {
     return kPartial ? X::load_partial(p, lanes) : X::load(p);
@@ -256,14 +246,14 @@ struct RecurrentForward {
       for (int i = 0; i < count; ++i) {
         Real *const k = s.k + i * kRow, *const q = s.q + i * kRow;
         if (p.l2norm) {
-          const V rk = X::set1(reciprocal_norm(dot(k, k, padded_k)));
-          const V rq = X::set1(reciprocal_norm(dot(q, q, padded_k)));
+          const V rk = X::set1(reciprocal_norm(dot_product<X>(k, k, padded_k)));
+          const V rq = X::set1(reciprocal_norm(dot_product<X>(q, q, padded_k)));
           for (int j = 0; j < padded_k; j += W) {
             X::store(k + j, X::mul(rk, X::load(k + j)));
             X::store(q + j, X::mul(rq, X::load(q + j)));
           }
         }
-        s.kq[i] = dot(k, q, padded_k);
+        s.kq[i] = dot_product<X>(k, q, padded_k);
         s.a[i] = Real(std::exp(s.a[i]));
       }
     }

@@ -290,3 +290,18 @@ template <class Real>
 inline Real reciprocal_norm(Real sum_of_squares) {
   return 1 / std::sqrt(sum_of_squares + Real(1e-6));
 }
+
+// a . b over `dim` elements, a multiple of the lanes.
+template <class X>
+DELTANET_INLINE typename X::Real dot_product(const typename X::Real* a, const typename X::Real* b,
+                                             int dim) {
+  using Real = typename X::Real;
+  if constexpr (X::kLanes == 1) {  // one chain of Reals would lose what lanes keep apart
+    double sum = 0;
+    for (int i = 0; i < dim; ++i) sum += double(a[i]) * b[i];
+    return Real(sum);
+  }
+  typename X::V sum = X::zero();
+  for (int i = 0; i < dim; i += X::kLanes) sum = X::fma(X::load(a + i), X::load(b + i), sum);
+  return X::sum(sum);
+}
