@@ -159,7 +159,7 @@ def strided(x: Tensor) -> Tensor:
 
 
 def padded(x: Tensor) -> Tensor:
-    """The same numbers in aligned rows, which end inside of four numbers that can be read at once."""
+    """The same numbers in aligned rows, which end inside of four that could be read at once."""
     columns = x.shape[-1]
     storage = torch.full((*x.shape[:-1], columns // 8 * 8 + 8), torch.nan, dtype=x.dtype)
     view = storage[..., :columns]
@@ -173,9 +173,7 @@ VIEWS = {"strided": (strided, 20, 36), "padded": (padded, 21, 38)}
 @both_forms
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=name_of)
 @pytest.mark.parametrize(("view", "K", "V"), VIEWS.values(), ids=VIEWS)
-def test_views(
-    view: Any, K: int, V: int, dtype: torch.dtype, function: Any, poison: None
-) -> None:
+def test_views(view: Any, K: int, V: int, dtype: torch.dtype, function: Any, poison: None) -> None:
     case = Case("views", B=2, T=21, HK=2, HV=4, K=K, V=V, state=FP32)
     args = case.inputs(dtype)
     want = function(**args)
@@ -289,8 +287,8 @@ def test_a_later_token_changes_nothing_before_it(function: Any) -> None:
     check_that_later_tokens_change_nothing(function, BITS, (1, 14, 20, 36))
 
 
-# There a thread makes one row of the output. In wide tiles it makes two or four in one loop over the
-# tokens; token 3 is the last one of two and of four.
+# There a thread makes one row of the output. In wide tiles it makes two or four in one loop over
+# the tokens; token 3 is the last one of two and of four.
 @pytest.mark.parametrize("case", WIDE, ids=str)
 def test_a_later_token_changes_nothing_before_it_in_a_wide_tile(case: Case) -> None:
     check_that_later_tokens_change_nothing(deltanet_ext.chunk_gated_delta_rule, case, (3,))
