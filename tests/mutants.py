@@ -42,7 +42,7 @@ SUMS = "csrc/cuda/column_sums.cuh"
 
 # What is compiled with a mutant of these files, which test file must find it, and which of its
 # tests (pytest's -k).
-CHUNK = ("kernels/scans.o", "emulated", "chunk")
+CHUNK = ("kernels/scans.o", "emulated", "not recurrent")
 BACKWARD = ("kernels/backward.o", "backward", "")
 CONVOLUTION = ("kernels/causal_conv1d.o", "causal_conv1d", "")
 GATED_NORM = ("kernels/gated_rms_norm.o", "gated_rms_norm", "")
@@ -85,7 +85,7 @@ MUTANTS = [
            "query[j] = token ? scale * decay * shared.k_norm[j]"),
     Mutant("the state does not decay", SCAN, "keep = shared_.prepared.keep[first]", "keep = 1"),
     Mutant("output reads later rows", SCAN, "if (m <= row + r) add_scaled", "add_scaled",
-           tests="later_token and chunk"),
+           tests="later_token and not recurrent"),
     Mutant("read-out before the decay", RECURRENT, "a * y.x", "y.x"),
     Mutant("heads modulo key heads", PARAMS,
            "return unsigned(head) / (unsigned(p.value_heads) / unsigned(p.key_heads));",
