@@ -3,49 +3,29 @@
 """Seeded bugs in the CUDA kernels, each of which the tests of these kernels on the emulator
 (tests/test_cuda_*.py) must find.
 
-    mutants.py              all of them (compiles for some minutes)
+    mutants.py              all of them (half a minute to two for each)
     mutants.py NAME...      these
     mutants.py --list
 
-A mutant is one replaced piece of source in a copy of the checkout. It is caught when the tests
-fail. One that survives is a hole in the tests: the exit status is the number of survivors. Mutants
-of kernels that never meet in a test share a build, and each has its own tests.
+A mutant is one replaced piece of source in a copy of the checkout. It is caught when a test fails.
+One that survives is a hole in the tests: the exit status is the number of survivors. Only the
+kernels that a mutant's own tests run are compiled with it (tests/unchanged_objects.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import queue
 import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-class Mutant(NamedTuple):
-    name: str
-    file: str
-    old: str
-    new: str
-
-    @property
-    def tests(self) -> str:
-        """Which tests may find it, as pytest's -k."""
-        return {
-            PREPARE: "chunk", SCAN: "chunk", TABLE: "chunk", RECURRENT: "recurrent",
-        }.get(self.file, "")  # fmt: skip
-
-    @property
-    def test_file(self) -> str:
-        backward = self.file in (ADJOINT, ADJOINT_SCAN, GRADIENTS, REDUCE, REDUCE_ROW)
-        name = "backward" if backward else "emulated"
-        name = "causal_conv1d" if self.file in (CONV, CONV_FORWARD, CONV_BACKWARD, SILU) else name
-        name = "gated_rms_norm" if self.file in (NORM, NORM_BACKWARD, SUMS) else name
-        return f"tests/test_cuda_{name}.py"
 
 
 PREPARE, SCAN = "csrc/cuda/simt_prepare.cuh", "csrc/cuda/simt_scan.cuh"
@@ -60,6 +40,42 @@ CONV_BACKWARD, SILU = "csrc/cuda/causal_conv1d_backward.cu", "csrc/cuda/silu.cuh
 NORM, NORM_BACKWARD = "csrc/cuda/gated_rms_norm.cuh", "csrc/cuda/gated_rms_norm_backward.cu"
 SUMS = "csrc/cuda/column_sums.cuh"
 
+# What is compiled with a mutant of these files, which test file must find it, and which of its
+# tests (pytest's -k).
+CHUNK = ("kernels/scans.o", "emulated", "not recurrent")
+BACKWARD = ("kernels/backward.o", "backward", "")
+CONVOLUTION = ("kernels/causal_conv1d.o", "causal_conv1d", "")
+GATED_NORM = ("kernels/gated_rms_norm.o", "gated_rms_norm", "")
+FOUND_BY = {
+    **dict.fromkeys((PREPARE, SCAN, TABLE, LOAD, PARAMS), CHUNK),
+    RECURRENT: ("kernels/recurrent_forward.o", "emulated", "recurrent"),
+    OPERATOR: ("operators/gated_delta_rule_cuda.o", "emulated", "V first"),
+    **dict.fromkeys((ADJOINT, ADJOINT_SCAN, GRADIENTS, REDUCE, REDUCE_ROW), BACKWARD),
+    **dict.fromkeys((CONV, CONV_FORWARD, CONV_BACKWARD, SILU), CONVOLUTION),
+    **dict.fromkeys((NORM, NORM_BACKWARD, SUMS), GATED_NORM),
+}
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str = ""  # fewer tests than its file's, the first of which to fail is enough
+
+    @property
+    def object(self) -> str:
+        return FOUND_BY[self.file][0]
+
+    @property
+    def test_file(self) -> str:
+        return f"tests/test_cuda_{FOUND_BY[self.file][1]}.py"
+
+    @property
+    def which(self) -> str:
+        return self.tests or FOUND_BY[self.file][2]
+
+
 MUTANTS = [
     # Mathematics.
     Mutant("beta of the wrong row", PREPARE, "l = shared.beta[h][i] *", "l = shared.beta[h][j] *"),
@@ -68,7 +84,8 @@ MUTANTS = [
     Mutant("norm of q on k", PREPARE, "query[j] = token ? scale * decay * shared.q_norm[j]",
            "query[j] = token ? scale * decay * shared.k_norm[j]"),
     Mutant("the state does not decay", SCAN, "keep = shared_.prepared.keep[first]", "keep = 1"),
-    Mutant("output reads later rows", SCAN, "if (m <= row + r) add_scaled", "add_scaled"),
+    Mutant("output reads later rows", SCAN, "if (m <= row + r) add_scaled", "add_scaled",
+           tests="later_token and not recurrent"),
     Mutant("read-out before the decay", RECURRENT, "a * y.x", "y.x"),
     Mutant("heads modulo key heads", PARAMS,
            "return unsigned(head) / (unsigned(p.value_heads) / unsigned(p.key_heads));",
@@ -76,29 +93,39 @@ MUTANTS = [
     # Edges and options.
     Mutant("-inf is not clamped", LOAD, "return g < kSmallestLogDecay ? kSmallestLogDecay : g;",
            "return g;"),
-    Mutant("no epsilon", LOAD, "sum_of_squares + 1e-6f", "sum_of_squares"),
-    Mutant("beta is not doubled", LOAD, "float((p.beta_doubled ? 2 : 1) /", "float(1 /"),
+    Mutant("no epsilon", LOAD, "sum_of_squares + 1e-6f", "sum_of_squares",
+           tests="zero and keys and chunk"),
+    Mutant("beta is not doubled", LOAD, "float((p.beta_doubled ? 2 : 1) /", "float(1 /",
+           tests="beta and kernel and chunk"),
     Mutant("quads across the last column", LOAD, "if (quads && count >= 4) {\n    if (dtype == "
-           "DType::kFloat32)\n      return", "if (quads) {\n    if (dtype == DType::kFloat32)\n"
-           "      return"),
+           "DType::kFloat32)\n      return", "if (quads && count > 0) {\n    if (dtype == "
+           "DType::kFloat32)\n      return",
+           tests="views and chunk"),
     Mutant("V first along the wrong axis", RECURRENT,
            "at + j * x.stride[3], 1, rows, true);", "at + j * x.stride[2], 1, rows, true);"),
     Mutant("the last chunk writes 16 rows", SCAN, "row + r >= first && row + r < end",
-           "row + r >= first"),
+           "row + r >= first",
+           tests="is_as_exact and chunk"),
     Mutant("empty sequences get chunks", TABLE, "if (offsets[middle] <= i)",
-           "if (offsets[middle] < i)"),
+           "if (offsets[middle] < i)",
+           tests="packed64 and chunk"),
     Mutant("cu_seqlens is trusted", PARAMS, "return x < 0 ? 0 : x < p.tokens ? x : p.tokens;",
-           "return x;"),
+           "return x;",
+           tests="wrong_sequences and chunk"),
     Mutant("the tail is left alone", RECURRENT, "if (!p.output.data) return;", "return;"),
     Mutant("states are always K first", OPERATOR, "set_results(out, final_state, x, p);",
            "set_results(out, final_state, x, p); p.final_state.stride[2] = p.dim_v; "
-           "p.final_state.stride[3] = 1;"),
+           "p.final_state.stride[3] = 1;",
+           tests="is_as_exact and first and chunk"),
     # Order.
-    Mutant("no barrier before K S is read", SCAN, "    __syncthreads();  // K S is complete\n", ""),
+    Mutant("no barrier before K S is read", SCAN, "    __syncthreads();  // K S is complete\n", "",
+           tests="is_as_exact and chunk"),
     Mutant("no barrier before V' is read", SCAN,
-           "    __syncthreads();  // V' is complete, and S has been read\n", ""),
+           "    __syncthreads();  // V' is complete, and S has been read\n", "",
+           tests="is_as_exact and chunk"),
     Mutant("no barrier between chunks", SCAN, "      __syncthreads();  // the chunk before has been"
-           " read, S is complete (first: it is there)\n", ""),
+           " read, S is complete (first: it is there)\n", "",
+           tests="is_as_exact and chunk"),
     Mutant("one buffer for k and q", RECURRENT, "store_rows(buffer ^ 1);", "store_rows(buffer);"),
     Mutant("no barrier before the first token", RECURRENT,
            "      if (i == 0) __syncthreads();  // the first rows are there\n", ""),
@@ -117,14 +144,19 @@ MUTANTS = [
            "float* before = behind + padded_rows(p.dim_k) * kColumns;", "float* before = behind;"),
     Mutant("dg with token t's own future", GRADIENTS,
            "for (int j = first; j < t; ++j) {\n      sum +=",
-           "for (int j = first; j <= t; ++j) {\n      sum +="),
+           "for (int j = first; j <= t; ++j) {\n      sum +=",
+           tests="is_as_exact"),
     Mutant("dg without what passes through", GRADIENTS,
-           "sum += shared_.through[c * kChunk + first][w];", "sum += 0.f;"),
+           "sum += shared_.through[c * kChunk + first][w];", "sum += 0.f;",
+           tests="is_as_exact"),
     Mutant("dbeta divided by beta", GRADIENTS, "-shared_.finish.gradient.KK[thread_][j]",
-           "-shared_.prepared.L[thread_][j] / shared_.prepared.value[thread_]"),
+           "-shared_.prepared.L[thread_][j] / shared_.prepared.value[thread_]",
+           tests="is_as_exact and beta"),
     Mutant("X without its transpose", GRADIENTS,
-           "fmaf(j < i ? up : down, keys[j], of_key)", "fmaf(j < i ? up : 0.f, keys[j], of_key)"),
-    Mutant("dQ of one value head", GRADIENTS, "? *to + x : x;", "? x : x;"),
+           "fmaf(j < i ? up : down, keys[j], of_key)", "fmaf(j < i ? up : 0.f, keys[j], of_key)",
+           tests="is_as_exact"),
+    Mutant("dQ of one value head", GRADIENTS, "? *to + x : x;", "? x : x;",
+           tests="one_head_and_for_all"),
     Mutant("S of the chunk before", GRADIENTS, "from = slot() + (c - 1)",
            "from = slot() + (c - 1) / 2"),
     Mutant("states made again one piece short", GRADIENTS, "for (int i = 0; i < first; i =",
@@ -178,57 +210,65 @@ MUTANTS = [
 ]  # fmt: skip
 
 
-def batches(mutants: list[Mutant]) -> list[list[Mutant]]:
-    """Those that share a build."""
-    found: list[list[Mutant]] = []
-    for mutant in mutants:
-        for batch in found:
-            taken = {m.tests for m in batch}
-            if mutant.tests and "" not in taken and mutant.tests not in taken:
-                batch.append(mutant)
-                break
-        else:
-            found.append([mutant])
-    return found
+class Slot(NamedTuple):
+    """A copy of the checkout, and of what was built of it."""
+
+    checkout: Path
+    build: Path
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        environment = {
+            **os.environ,
+            "MAX_JOBS": "1",
+            "PTX_EMULATOR_BUILD": str(self.build),
+            "PYTHONPATH": os.pathsep.join(
+                str(self.checkout / folder) for folder in (".", "tests", "tests/ptx_emulator")
+            ),
+        }
+        return subprocess.run(
+            [sys.executable, *command],
+            cwd=self.checkout, env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
 
 
-def test(mutant: Mutant, checkout: Path, environment: dict[str, str]) -> str | None:
-    """What the tests said; None: they passed."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider",
-               mutant.test_file, "-k", mutant.tests]  # fmt: skip
-    done = subprocess.run(
-        command, cwd=checkout, env=environment, capture_output=True, text=True, check=False
-    )
+def slot_in(folder: Path, made: Path) -> Slot:
+    slot = Slot(folder / "checkout", folder / "build")
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in ("csrc", "tests", "deltanet_ext"):
+        shutil.copytree(ROOT / name, slot.checkout / name)
+    shutil.copy(ROOT / "pyproject.toml", slot.checkout)
+    shutil.copytree(made, slot.build)
+    return slot
+
+
+def judge(mutant: Mutant, slot: Slot) -> str | None:
+    """What the tests said of it; None: they passed."""
+    built = slot.run("-c", "import unchanged_objects, build; build.operators()")
+    if built.returncode:  # what does not compile is no merit of the tests
+        raise SystemExit(f"mutants.py: {mutant.name}: {built.stdout}{built.stderr}")
+    options = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "unchanged_objects")
+    done = slot.run("-m", "pytest", *options, mutant.test_file, "-k", mutant.which)
     if done.returncode == 0:
         return None
-    # Tests that cannot even be run are no merit of the tests.
+    # Tests that cannot even be run are no merit of the tests either.
     if not re.search(r"^FAILED ", done.stdout, re.M):
         raise SystemExit(f"mutants.py: {mutant.name}: no test failed\n{done.stdout}{done.stderr}")
     found = re.findall(r"^E +(?:\w+Error: )?(.*\S)|^FAILED (.*)$", done.stdout, re.M)
     return " | ".join((a or b)[:110] for a, b in [*found[:1], *found[-1:]])
 
 
-def run(batch: list[Mutant], checkout: Path, build: Path) -> int:
-    """Returns how many survive."""
-    before = {file: (checkout / file).read_text() for file in {m.file for m in batch}}
-    for mutant in batch:
-        source = checkout / mutant.file
-        if (text := source.read_text()).count(mutant.old) != 1:
-            raise SystemExit(f"mutants.py: {mutant.name}: not once in {mutant.file}: {mutant.old}")
-        source.write_text(text.replace(mutant.old, mutant.new))
-    environment = {**os.environ, "PTX_EMULATOR_BUILD": str(build), "PYTHONPATH": str(checkout)}
-    # What does not compile is no merit of the tests either.
-    builder = checkout / "tests" / "ptx_emulator" / "build.py"
-    subprocess.run([sys.executable, builder, "--operators"], env=environment, check=True)
-    survivors = 0
-    for mutant in batch:
-        said = test(mutant, checkout, environment)
-        survivors += said is None
-        print(f"{'SURVIVES' if said is None else 'caught'}  {mutant.name}: {said or ''}")
-        sys.stdout.flush()
-    for file, text in before.items():
-        (checkout / file).write_text(text)
-    return survivors
+def survives(mutant: Mutant, slot: Slot) -> bool:
+    source, target = slot.checkout / mutant.file, slot.build / mutant.object
+    text, built = source.read_text(), target.read_bytes()
+    if text.count(mutant.old) != 1:
+        raise SystemExit(f"mutants.py: {mutant.name}: not once in {mutant.file}: {mutant.old}")
+    source.write_text(text.replace(mutant.old, mutant.new))
+    target.unlink()
+    said = judge(mutant, slot)
+    print(f"{'SURVIVES' if said is None else 'caught'}  {mutant.name}: {said or ''}", flush=True)
+    source.write_text(text)
+    target.write_bytes(built)
+    return said is None
 
 
 def main() -> int:
@@ -236,24 +276,31 @@ def main() -> int:
     arguments.add_argument("names", nargs="*")
     arguments.add_argument("--list", action="store_true")
     arguments.add_argument("--folder", type=Path, help="where the copies lie")
+    arguments.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at once")
     options = arguments.parse_args()
+    if unknown := set(options.names) - {m.name for m in MUTANTS}:
+        raise SystemExit(f"mutants.py: no such mutants: {', '.join(sorted(unknown))}")
     chosen = [m for m in MUTANTS if not options.names or m.name in options.names]
     if options.list:
         print("\n".join(m.name for m in chosen))
         return 0
-    survivors = 0
     made = Path(os.environ.get("PTX_EMULATOR_BUILD", ROOT / "build" / "ptx_emulator"))
-    # Kept: what is not mutated is built once. (Source paths stand in what is built.)
+    builder = ROOT / "tests" / "ptx_emulator" / "build.py"
+    subprocess.run([sys.executable, builder, "--operators"], check=True, stdout=subprocess.DEVNULL)
     folder = options.folder or made.with_name(made.name + "_mutants")
-    checkout, build = folder / "checkout", folder / "build"
-    shutil.rmtree(checkout, ignore_errors=True)
-    for name in ("csrc", "tests", "deltanet_ext"):
-        shutil.copytree(ROOT / name, checkout / name)
-    shutil.copy(ROOT / "pyproject.toml", checkout)
-    if made.exists() and not build.exists():
-        shutil.copytree(made, build)
-    for batch in batches(chosen):
-        survivors += run(batch, checkout, build)
+    slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+    for i in range(options.jobs):
+        slots.put(slot_in(folder / str(i), made))
+
+    def try_one(mutant: Mutant) -> bool:
+        slot = slots.get()
+        try:
+            return survives(mutant, slot)
+        finally:
+            slots.put(slot)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        survivors = sum(pool.map(try_one, chosen))
     print(f"{len(chosen) - survivors} of {len(chosen)} caught")
     return survivors
 

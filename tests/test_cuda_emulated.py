@@ -158,18 +158,31 @@ def strided(x: Tensor) -> Tensor:
     return view.movedim(1, 2)
 
 
+def padded(x: Tensor) -> Tensor:
+    """The same numbers in aligned rows, which end inside of four that could be read at once."""
+    columns = x.shape[-1]
+    storage = torch.full((*x.shape[:-1], columns // 8 * 8 + 8), torch.nan, dtype=x.dtype)
+    view = storage[..., :columns]
+    view.copy_(x)
+    return view
+
+
+VIEWS = {"strided": (strided, 20, 36), "padded": (padded, 21, 38)}
+
+
 @both_forms
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=name_of)
-def test_strided_views(dtype: torch.dtype, function: Any, poison: None) -> None:
-    case = Case("views", B=2, T=21, HK=2, HV=4, K=20, V=36, state=FP32)
+@pytest.mark.parametrize(("view", "K", "V"), VIEWS.values(), ids=VIEWS)
+def test_views(view: Any, K: int, V: int, dtype: torch.dtype, function: Any, poison: None) -> None:
+    case = Case("views", B=2, T=21, HK=2, HV=4, K=K, V=V, state=FP32)
     args = case.inputs(dtype)
     want = function(**args)
     for name in ("query", "key", "value"):
-        args[name] = strided(args[name])
+        args[name] = view(args[name])
     for name in ("g", "beta"):
         args[name] = args[name].mT.contiguous().mT
     state = args["initial_state"]
-    args["initial_state"] = state.mT.contiguous().mT
+    args["initial_state"] = padded(state) if view is padded else state.mT.contiguous().mT
     got = function(**args)
     if dtype == FP32:
         assert_same_bits(got[0], want[0], "output")
@@ -254,18 +267,31 @@ def test_a_sequence_alone_and_in_company(function: Any) -> None:
         assert_same_bits(got[1], state[n : n + 1], f"state {n}")
 
 
-@both_forms
-def test_a_later_token_changes_nothing_before_it(function: Any) -> None:
-    args = BITS.inputs()
+def check_that_later_tokens_change_nothing(
+    function: Any, case: Case, tokens: tuple[int, ...]
+) -> None:
+    args = case.inputs()
     want, _ = function(**args)
     # A gate that is not a number cuts the chunk before its token. A value does not.
-    for token in (1, 14, 20, 36):
+    for token in tokens:
         for names in (("query", "key", "value", "g", "beta"), ("value",)):
             changed = {k: x.clone() if isinstance(x, Tensor) else x for k, x in args.items()}
             for name in names:
                 changed[name][:, token:] = torch.nan
             got, _ = function(**changed)
             assert_same_bits(got[:, :token], want[:, :token], f"before token {token}, {names}")
+
+
+@both_forms
+def test_a_later_token_changes_nothing_before_it(function: Any) -> None:
+    check_that_later_tokens_change_nothing(function, BITS, (1, 14, 20, 36))
+
+
+# There a thread makes one row of the output. In wide tiles it makes two or four in one loop over
+# the tokens; token 3 is the last one of two and of four.
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_a_later_token_changes_nothing_before_it_in_a_wide_tile(case: Case) -> None:
+    check_that_later_tokens_change_nothing(deltanet_ext.chunk_gated_delta_rule, case, (3,))
 
 
 @both_forms

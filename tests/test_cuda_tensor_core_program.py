@@ -126,7 +126,7 @@ BUGS = {
     ),
     "matrix_over_q_too_early": (
         PREPARE,
-        "__syncthreads();  // norms are here; q and k are used up",
+        "__syncthreads();  // squares are here; q and k are used up",
         "",
         UNWRITTEN,
     ),

@@ -125,7 +125,8 @@ class BlockTriangularInverse {
   static constexpr int kMatrixSize = kSize * (kPitch + kSkew);
 
   /// Where an element of the matrix lies in it. Elements of a row lie side by side, and each row
-  /// is 16-byte aligned. Offset(i, j) + Offset(m, n) is Offset(i + m, j + n) for i a multiple of 4.
+  /// is 16-byte aligned. Offset(i, j) + Offset(m, n) is Offset(i + m, j + n) for i a multiple of 4:
+  /// where only m and n depend on the lane, their part is worth adding once.
   static constexpr __host__ __device__ int Offset(int row, int column) {
     return row * kPitch + kSkew * (row & ~3) + column;
   }
@@ -335,16 +336,19 @@ class BlockTriangularInverse {
       return kSecond ? Offset(row, column) : row * kProductPitch + column;
     };
     const int group = int(threadIdx.x) % 32 / 4, t = int(threadIdx.x) % 4;
+    // The lane's part of each address is added once: the rest is a constant or the tile's.
+    const float* const a = left + Offset(i, begin) + Offset(group, t);
+    const float* const b = right + of_right(begin, j) + of_right(t, group);
     // The corrections have their own accumulator: they would be lost beside hi hi.
     float sum[4] = {}, small[4] = {};
-    for (int m = begin; m < end; m += 8) {
+    for (int m = 0; m < end - begin; m += 8) {
       uint32_t a_high[4], a_low[4], b_high[2], b_low[2];
 #pragma unroll
       for (int r = 0; r < 4; ++r)
-        SplitTf32(left[Offset(i + group + (r & 1) * 8, m + t + (r >> 1) * 4)], a_high[r], a_low[r]);
+        SplitTf32(a[m + Offset((r & 1) * 8, (r >> 1) * 4)], a_high[r], a_low[r]);
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        SplitTf32(right[of_right(m + t + r * 4, j + group)], b_high[r], b_low[r]);
+        SplitTf32(b[of_right(m, 0) + of_right(r * 4, 0)], b_high[r], b_low[r]);
       Multiply(sum, a_high, b_high);
       Multiply(small, a_high, b_low);
       Multiply(small, a_low, b_high);
@@ -354,7 +358,7 @@ class BlockTriangularInverse {
       sum[r] += small[r];
       if (kSecond) sum[r] = -sum[r];
     }
-    float* at = out + of_out(i + group, j + 2 * t);
+    float* const at = out + of_out(i, j) + of_out(group, 2 * t);
     *reinterpret_cast<float2*>(at) = make_float2(sum[0], sum[1]);
     *reinterpret_cast<float2*>(at + of_out(8, 0)) = make_float2(sum[2], sum[3]);
   }

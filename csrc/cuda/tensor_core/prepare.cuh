@@ -49,7 +49,7 @@ struct PrepareTraits {
     };
     alignas(16) float G_hi[kChunk], G_lo[kChunk], beta[kChunk];
     alignas(16) float k_norm[kChunk], q_norm[kChunk];  // 1 / |k_i|, 1 / |q_i|, or 1
-    alignas(16) float q_square[kThreads / kChunk][kChunk];
+    alignas(16) float k_square[kChunk], q_square[kThreads / kChunk][kChunk];  // the latter in parts
     alignas(16) double G[kChunk];
     alignas(16) int window[kChunk];  // the first token of each token's window
     uint64_t windows;                // where windows start
@@ -66,23 +66,19 @@ struct Prepare {
 
   const Params& p;
   typename Traits::Shared& shared;
+  int thread, warp, lane;
 
   __device__ __forceinline__ Prepare(const Params& params, typename Traits::Shared& storage)
-      : p(params), shared(storage) {}
-
-  // Opaque to the compiler, so that addresses made of it are made anew at each use: kept across the
-  // loop over the heads they would be spilled.
-  static __device__ __forceinline__ int fresh_thread() {
-    int x;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-    return x;
-  }
+      : p(params),
+        shared(storage),
+        thread(int(threadIdx.x)),
+        warp(thread / 32),
+        lane(thread % 32) {}
 
   // Rows of the chunk, zero-padded to kChunk x kK. Padding with k = 0 and b = 0 leaves the state
   // alone: equation (7).
   __device__ __forceinline__ void load_rows(Element* tile, const View<4>& x, int64_t batch,
                                             int64_t first, int count, int64_t head) const {
-    const int thread = fresh_thread();
     constexpr int kPieces = kK / 8, kStep = kThreads / kPieces;
     const int piece = thread % kPieces;
     const int left = (p.rule.dim_k - piece * 8) * 2, bytes = left < 0 ? 0 : left < 16 ? left : 16;
@@ -97,7 +93,6 @@ struct Prepare {
 
   // Partial sums of |q_i|^2. Lanes take different rows: no bank conflicts.
   __device__ __forceinline__ void square_query() const {
-    const int thread = fresh_thread();
     constexpr int kParts = kThreads / kChunk, kPieces = kK / 8 / kParts;
     const int row = thread % kChunk, part = thread / kChunk;
     float sum = 0;
@@ -118,7 +113,6 @@ struct Prepare {
   // latter.
   using Products = float[kBlocksPerWarp][2][4];
   __device__ __forceinline__ void multiply_keys(Products& qk, Products& kk, bool query) const {
-    const int warp = fresh_thread() / 32, lane = fresh_thread() % 32;
     const LaneMap la = lanes_for_a(lane), lb = lanes_for_b(lane);
     const int row_of_lane = lane / 4, pair = lane % 4;
 #pragma unroll
@@ -147,8 +141,7 @@ struct Prepare {
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
         const int i = row_of_lane + (e / 2 % 2) * 8, j = (e / 4) * 8 + pair * 2 + e % 2;
-        if (i == j)
-          shared.k_norm[row * 16 + i] = p.rule.l2norm ? reciprocal_norm(kk[n][e / 4][e % 4]) : 1.f;
+        if (i == j) shared.k_square[row * 16 + i] = kk[n][e / 4][e % 4];
       }
     }
   }
@@ -156,7 +149,6 @@ struct Prepare {
   // Cuts the chunk into windows: where G rises by more than kMostRise above its lowest value since
   // the window began, counted from behind the window's first token, a new one starts.
   __device__ __forceinline__ void cut_windows(int count) const {
-    const int thread = fresh_thread();
     if (thread == 0) {
       uint64_t starts = 0;
       double lowest = shared.G[0];
@@ -176,7 +168,6 @@ struct Prepare {
   // Equation (2): hi + lo of G, restarted in each window. Ends with a barrier.
   __device__ __forceinline__ void scan_gates(int64_t batch, int64_t first, int count,
                                              int64_t head) const {
-    const int thread = fresh_thread();
     double G = 0;
     if (thread < kChunk) {
       // Beyond the end k = b = g = 0: the rows of L are zero, and T is the identity.
@@ -215,8 +206,8 @@ struct Prepare {
   // exp: for j > i, and between windows, they can be huge.
   __device__ __forceinline__ void make_system(const Products& qk, const Products& kk, bool query,
                                               unsigned char* P) const {
-    const int warp = fresh_thread() / 32, lane = fresh_thread() % 32;
     const int row_of_lane = lane / 4, pair = lane % 4;
+    float* const to = shared.matrix + Traits::Inverse::Offset(row_of_lane, pair * 2);
 #pragma unroll
     for (int n = 0; n < kBlocksPerWarp; ++n) {
       const int block = warp + n * kWarps;
@@ -252,7 +243,8 @@ struct Prepare {
                                            Blocks::offset(block, row_of_lane + h * 8, half) +
                                            pair * 4) = term[plane];
           }
-          *reinterpret_cast<float2*>(&shared.matrix[Traits::Inverse::Offset(i, j)]) =
+          *reinterpret_cast<float2*>(
+              to + Traits::Inverse::Offset(row * 16 + h * 8, column * 16 + half * 8)) =
               make_float2(l[0], l[1]);
         }
       }
@@ -262,7 +254,6 @@ struct Prepare {
   // T diag(b) as bf16 terms.
   template <int kPlanes>
   __device__ __forceinline__ void store_inverse(unsigned char* to) const {
-    const int thread = fresh_thread();
     for (int e = thread; e < Blocks::kCount * 32; e += kThreads) {
       const int block = e / 32, i = e % 16, piece = e / 16 % 2;
       const int row = Blocks::row_of(block), column = block - Blocks::index(row, 0);
@@ -285,7 +276,6 @@ struct Prepare {
   }
 
   __device__ __forceinline__ void store_factors(unsigned char* record) const {
-    const int thread = fresh_thread();
     if (thread >= kChunk) return;
     auto* factor = reinterpret_cast<float*>(record) + thread;
     // The window's last token; padding carries the last window on to the end of the chunk.
@@ -306,7 +296,6 @@ struct Prepare {
   // Tokens behind the last packed sequence belong to nobody: their output is zero. The block takes
   // those of the kChunk tokens that its number names.
   __device__ __forceinline__ void zero_tail(int64_t chunk, int64_t first_head, int heads) const {
-    const int thread = fresh_thread();
     if (!p.rule.device_cu_seqlens || !p.rule.output.data) return;
     const Sequence tail = tail_of(p.rule);
     int64_t begin = chunk * kChunk, end = begin + kChunk;
@@ -348,12 +337,13 @@ struct Prepare {
     if (query && p.rule.l2norm) square_query();
     Products qk = {}, kk = {};
     multiply_keys(qk, kk, query);
-    __syncthreads();  // norms are here; q and k are used up
-    if (const int thread = fresh_thread(); thread < kChunk) {
+    __syncthreads();  // squares are here; q and k are used up
+    if (thread < kChunk) {
       float square = 0.f;
       if (query && p.rule.l2norm)
         for (int i = 0; i < kThreads / kChunk; ++i) square += shared.q_square[i][thread];
       shared.q_norm[thread] = p.rule.l2norm ? reciprocal_norm(square) : 1.f;
+      shared.k_norm[thread] = p.rule.l2norm ? reciprocal_norm(shared.k_square[thread]) : 1.f;
     }
 
     for (int64_t head = first_head; head < first_head + heads; ++head) {
