@@ -45,8 +45,7 @@ PROGRAMS = {
     "ops_tensor": OFTEN,
     "ops_async": (*OFTEN, {"ASYNC": "early"}),
     "block_triangular_inverse": OFTEN,
-    "cub_block": OFTEN,
-    "cub_device": OFTEN,
+    "cub": OFTEN,
     "tile_product": (*OFTEN, {"ASYNC": "early"}),
     "launches": ({}, {"ARCH": 86}, {"ARCH": 90}),
     "capture": ONCE,
@@ -211,7 +210,7 @@ def test_ptx_of_a_newer_architecture(programs):
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_look_back_over_many_blocks(programs, threads):
-    done = execute(programs["cub_device"], 150_000, THREADS=threads)
+    done = execute(programs["cub"], 150_000, THREADS=threads)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -219,12 +218,17 @@ def test_printf_arrives(programs):
     assert "thread 3 of 64: 4.00 text 1099511627776 %" in execute(programs["ops_memory"]).stdout
 
 
+def program_of(finding: str) -> str:
+    """The mistakes with CUB's storage are with the other tests of CUB."""
+    return "cub" if finding.startswith("storage_reused_") else "findings"
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2, 7])
 @pytest.mark.parametrize("name", BUGS)
 def test_bug_is_found_under_every_schedule(programs, name, seed):
     title, check, detail = BUGS[name]
     for checks in ("all", check):
-        done = execute(programs["findings"], name, SEED=seed, CHECKS=checks, PATIENCE=1)
+        done = execute(programs[program_of(name)], name, SEED=seed, CHECKS=checks, PATIENCE=1)
         assert done.returncode == FOUND, (
             f"not found with checks {checks}\n{done.stdout}{done.stderr}"
         )
@@ -237,13 +241,14 @@ def test_bug_is_found_under_every_schedule(programs, name, seed):
 @pytest.mark.parametrize("seed", [0, 1, 2, 7, 11])
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_near_miss_is_not_reported(programs, name, seed):
-    done = execute(programs["findings"], name, SEED=seed)
+    done = execute(programs[program_of(name)], name, SEED=seed)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{name}: finished" in done.stdout, done.stdout + done.stderr
 
 
 def test_every_kernel_of_findings_is_listed(programs):
-    assert set(execute(programs["findings"]).stdout.split()) == {*BUGS, *NEAR_MISSES}
+    listed = {name for name in (*BUGS, *NEAR_MISSES) if program_of(name) == "findings"}
+    assert set(execute(programs["findings"]).stdout.split()) == listed
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 7])

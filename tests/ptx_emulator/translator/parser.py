@@ -123,6 +123,7 @@ _HEADER = re.compile(
 _THREADS = re.compile(r"\.(?:maxntid|reqntid)\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
 _LOCATION = re.compile(r"^\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:.*\binlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
 _INSTRUCTION = re.compile(r"^(?:@(!?[%\w$]+)\s+)?([\w.:]+)\s*(.*)$", re.S)
+_LABEL = re.compile(r"^\s*([\w$]+)\s*:(?!:)\s*")
 _TOKEN = re.compile(r'"[^"]*"|[{};\n]|[^{};\n"]+')
 
 
@@ -248,7 +249,7 @@ class _Reader:
             elif token == ";" and depth == 0:
                 text = current.strip()
                 current = ""
-                if re.match(r"\.loc\s", text):
+                if text.startswith(".loc"):
                     where = self._location(text) or where
                 elif text.startswith(".branchtargets"):
                     out.append(BranchTargets(out.pop().name, split_list(text.split(None, 1)[1])))
@@ -261,7 +262,7 @@ class _Reader:
                     start = line
                 # A label needs no semicolon, and another statement may follow it.
                 while (
-                    found := re.match(r"^\s*([\w$]+)\s*:(?!:)\s*", token)
+                    found := _LABEL.match(token)
                     if not current.strip()
                     else None
                 ):
