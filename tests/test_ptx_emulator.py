@@ -279,6 +279,15 @@ def test_report_says_where_and_how_to_see_it_again(programs):
     assert again.stderr == report
 
 
+def test_report_of_an_endless_loop_says_where(programs):
+    report = execute(programs["findings"], "flag_that_nobody_sets", PATIENCE=1).stderr
+    source = (build.PROGRAMS / "findings.cu").read_text().splitlines()
+    start = next(n for n, text in enumerate(source, 1) if "waits_for_nobody(" in text)
+    line = int(re.search(r"findings\.cu:(\d+):", report).group(1))
+    assert re.search(r"^  at       PTX line \d+: ld\.volatile\.", report, re.M), report
+    assert start < line < start + 5, report
+
+
 def test_a_finding_can_fail_the_launch_alone(programs):
     done = execute(programs["findings"], "store_past_the_end", ON_ERROR="return")
     assert done.returncode == 1
@@ -297,6 +306,13 @@ def test_bad_setting_is_refused(programs):
     done = execute(programs["findings"], "global_set", CHECKS="everything")
     assert done.returncode == 2
     assert 'PTX_EMULATOR_CHECKS is "everything"; possible: all, none' in done.stderr
+
+
+def test_misspelt_setting_is_refused(programs):
+    done = execute(programs["findings"], "global_set", CHECK="none")
+    assert done.returncode == 2
+    assert "PTX_EMULATOR_CHECK is not a setting" in done.stderr
+    assert "CHECKS, SEED, ASYNC" in done.stderr
 
 
 # ---- count mode ----

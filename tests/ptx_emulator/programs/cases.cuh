@@ -223,8 +223,8 @@ bool defined_of(Value a, Value b, Value c) {
 }
 template <class C>
 Value host_of(Value a, Value b, Value c) {
-  return bits_of(C::host(bits_as<typename C::A>(a), bits_as<typename C::B>(b),
-                         bits_as<typename C::C_>(c)));
+  return bits_of(
+      C::host(bits_as<typename C::A>(a), bits_as<typename C::B>(b), bits_as<typename C::C_>(c)));
 }
 template <class C>
 bool add() {

@@ -105,7 +105,8 @@ uint32_t move_matrix(Thread*, int site, uint32_t a);
 void async_copy(Thread*, int site, uint8_t* to, uint64_t from, uint32_t size, uint32_t valid);
 void async_commit(Thread*);
 void async_wait(Thread*, int pending_groups);  // -1: wait_all
-void yield(Thread*, bool always);  // lets other threads run; strong accesses do it now and then
+void yield(Thread*, int site,
+           bool always);  // lets other threads run; strong accesses do it now and then
 void memory_fence(Thread*);
 uint64_t clock_ticks(Thread*);
 bool on_own_stack(const Thread*, uint64_t address);

@@ -138,7 +138,7 @@ def _trap(e, i):
 
 @opcode("nanosleep")
 def _nanosleep(e, i):
-    return "yield(c, true);"
+    return f"yield(c, {e.site(i)}, true);"
 
 
 @opcode("membar", "fence")
@@ -327,7 +327,7 @@ def _ld(e, i):
     to = e.vector(i.operands[0])
     if strong:
         read = f"load_strong<{cpp_type(t)}>(p_ + {{}} * {SIZE[t]})"
-        pause = "yield(c, false); " if space != "param" else ""
+        pause = f"yield(c, {e.site(i)}, false); " if space != "param" else ""
         first = f"{pause}const uint8_t* p_ = {pointer};"
     elif len(to) == 1:
         return e.assign(to[0], t, f"*({_word(t)}*)({pointer})")
@@ -396,7 +396,8 @@ def _atom(e, i):
         }[operation]
     swap = f"{word} d_ = {e.value(operands[3], bits(t))}; " if operation == "cas" else ""
     update = f"atomic_update<{word}>({pointer}, [=]({word} o_) -> {word} {{ return {new}; }})"
-    return f"{{ {word} b_ = {b}; {swap}yield(c, false); {e.assign(operands[0], bits(t), update)} }}"
+    update = e.assign(operands[0], bits(t), update)
+    return f"{{ {word} b_ = {b}; {swap}yield(c, {e.site(i)}, false); {update} }}"
 
 
 @opcode("cp")

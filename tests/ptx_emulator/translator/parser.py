@@ -249,7 +249,7 @@ class _Reader:
             elif token == ";" and depth == 0:
                 text = current.strip()
                 current = ""
-                if text.startswith(".loc"):
+                if text.startswith((".loc ", ".loc\t")):  # not .local
                     where = self._location(text) or where
                 elif text.startswith(".branchtargets"):
                     out.append(BranchTargets(out.pop().name, split_list(text.split(None, 1)[1])))
@@ -261,11 +261,7 @@ class _Reader:
                 if not current.strip():
                     start = line
                 # A label needs no semicolon, and another statement may follow it.
-                while (
-                    found := _LABEL.match(token)
-                    if not current.strip()
-                    else None
-                ):
+                while found := _LABEL.match(token) if not current.strip() else None:
                     out.append(Label(found.group(1)))
                     token = token[found.end() :]
                 depth += token.count("{") - token.count("}")
