@@ -178,8 +178,12 @@ def programs():
     return built
 
 
+def without_settings() -> dict:
+    return {k: v for k, v in os.environ.items() if not k.startswith("PTX_EMULATOR_")}
+
+
 def execute(program, *arguments, **settings) -> subprocess.CompletedProcess:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PTX_EMULATOR_")}
+    environment = without_settings()
     environment |= {f"PTX_EMULATOR_{name}": str(value) for name, value in settings.items()}
     command = [str(program), *map(str, arguments)]
     return subprocess.run(
@@ -275,7 +279,9 @@ def test_report_says_where_and_how_to_see_it_again(programs):
     assert f"findings.cu:{line}:" in report
     command = re.search(r"^  again    (.*)$", report, re.M).group(1)
     assert "PTX_EMULATOR_SEED=5" in command
-    again = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    again = subprocess.run(
+        command, shell=True, capture_output=True, text=True, env=without_settings(), check=False
+    )
     assert again.stderr == report
 
 
