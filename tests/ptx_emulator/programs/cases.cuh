@@ -210,27 +210,23 @@ inline void run(const Case& k) {
   report(k.name, true);
 }
 
-// Functions, not lambdas: a class each, hundreds of times, is much to compile.
-template <class C>
-void launch_of(const void* a, const void* b, const void* c, void* r, int n) {
-  apply<C><<<(n + 255) / 256, 256>>>((const typename C::A*)a, (const typename C::B*)b,
-                                     (const typename C::C_*)c, (typename C::Result*)r, n);
-}
-template <class C>
-bool defined_of(Value a, Value b, Value c) {
-  return C::defined(bits_as<typename C::A>(a), bits_as<typename C::B>(b),
-                    bits_as<typename C::C_>(c));
-}
-template <class C>
-Value host_of(Value a, Value b, Value c) {
-  return bits_of(
-      C::host(bits_as<typename C::A>(a), bits_as<typename C::B>(b), bits_as<typename C::C_>(c)));
-}
 template <class C>
 bool add() {
-  all().push_back({C::name(), C::kOperands, C::kUlps, type_of<typename C::Result>(),
-                   type_of<typename C::A>(), type_of<typename C::B>(), type_of<typename C::C_>(),
-                   launch_of<C>, defined_of<C>, host_of<C>});
+  using A = typename C::A;
+  using B = typename C::B;
+  using C_ = typename C::C_;
+  all().push_back({C::name(), C::kOperands, C::kUlps, type_of<typename C::Result>(), type_of<A>(),
+                   type_of<B>(), type_of<C_>(),
+                   [](const void* a, const void* b, const void* c, void* r, int n) {
+                     apply<C><<<(n + 255) / 256, 256>>>((const A*)a, (const B*)b, (const C_*)c,
+                                                        (typename C::Result*)r, n);
+                   },
+                   [](Value a, Value b, Value c) {
+                     return C::defined(bits_as<A>(a), bits_as<B>(b), bits_as<C_>(c));
+                   },
+                   [](Value a, Value b, Value c) {
+                     return bits_of(C::host(bits_as<A>(a), bits_as<B>(b), bits_as<C_>(c)));
+                   }});
   return true;
 }
 inline int run_all() {
