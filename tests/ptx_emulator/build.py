@@ -20,6 +20,7 @@ import concurrent.futures
 import contextlib
 import fcntl
 import functools
+import gc
 import hashlib
 import os
 import pathlib
@@ -63,9 +64,12 @@ RUNTIME_FLAGS = (
 )
 # FMA in hardware: std::fma is a slow call without it. No contraction: PTX says where it fuses.
 # -Og compiles in half the time of -O1, and the result is no slower: nvcc has optimized already.
+# For the same reason registers need not be allocated loop by loop, nor expressions put together.
 TRANSLATED_FLAGS = (
     "-std=c++17",
     "-Og",
+    "-fira-region=one",
+    "-fno-tree-ter",
     "-march=native",
     "-ffp-contract=off",
     "-fno-math-errno",
@@ -228,6 +232,7 @@ def translate_file(ptx: pathlib.Path, target: pathlib.Path, count: bool) -> None
     sys.path.insert(0, str(HERE))
     from translator import parse, translate
 
+    gc.disable()  # a short life, full of objects that stay: looking for garbage takes a fifth of it
     lib = BUILD / SONAME
     if not lib.exists():
         library()
@@ -391,9 +396,11 @@ def program(
 # ---- the kernels of csrc/cuda ----
 
 # What is compiled as one file (the name of the unit, and which sources). Before nvcc comes to a
-# kernel it reads headers for four seconds, for eight where CUB is among them.
+# kernel it reads headers for four seconds, for eight where CUB is among them: the kernels of the
+# emulator's own operators go with such a unit.
+TEST_KERNELS = ("gate_cumsum", "reads_too_far")
 TOGETHER = (
-    ("scans", "chunk_table|simt_forward"),
+    ("scans", "|".join(("chunk_table", "simt_forward", *TEST_KERNELS))),
     ("backward", "backward|simt_adjoint|simt_gradients"),
     ("causal_conv1d", "causal_conv1d.*"),
     ("gated_rms_norm", "gated_rms_norm.*"),
@@ -407,7 +414,8 @@ TOGETHER = (
 def kernel_units() -> dict[str, list[pathlib.Path]]:
     """Every .cu of csrc/cuda, by the unit it is compiled in. What takes longest comes first."""
     units: dict[str, list[pathlib.Path]] = {}
-    for source in sorted((ROOT / "csrc" / "cuda").rglob("*.cu")):
+    tests = [HERE / "operators" / f"{name}.cu" for name in TEST_KERNELS]
+    for source in [*sorted((ROOT / "csrc" / "cuda").rglob("*.cu")), *tests]:
         unit = next((u for u, stems in TOGETHER if re.fullmatch(stems, source.stem)), source.stem)
         units.setdefault(unit, []).append(source)
     return dict(sorted(units.items(), key=lambda unit: -len(unit[1])))
@@ -441,10 +449,6 @@ OPERATOR_SOURCES = (
     "tests/ptx_emulator/operators/settings.cpp",
     "tests/ptx_emulator/operators/tensor_core.cpp",
 )
-TEST_KERNEL_SOURCES = (
-    "tests/ptx_emulator/operators/gate_cumsum.cu",
-    "tests/ptx_emulator/operators/reads_too_far.cu",
-)
 EMULATED_NAMESPACE = "deltanet_ext_emulated"
 
 
@@ -470,16 +474,18 @@ def operators(besides: tuple = ()) -> pathlib.Path:
     headers = BUILD / "operators" / "torch.h"
     text = "".join(f"#include <torch/csrc/stable/{h}.h>\n" for h in ("library", "ops", "tensor"))
     make(headers, lambda out: out.write_text(text), stamp=digest(text))
-    precompiled = make(
-        headers.with_name("torch.h.gch"),
-        lambda out: run([CXX, *flags, *includes, "-x", "c++-header", headers, "-o", out]),
-        stamp=digest(
-            text, " ".join(map(str, [*flags, *includes])), torch.__version__, compiler_version(CXX)
-        ),
+    precompile = [CXX, *flags, *includes, "-x", "c++-header", headers]
+    header_stamp = digest(
+        " ".join(map(str, precompile)), text, torch.__version__, compiler_version(CXX)
     )
-    flags += ["-Winvalid-pch", "-include", str(precompiled.with_suffix(""))]
+    flags += ["-Winvalid-pch", "-include", str(headers)]
 
     def compile_operator(name: str) -> pathlib.Path:
+        make(
+            headers.with_name("torch.h.gch"),
+            lambda out: run([*precompile, "-o", out]),
+            stamp=header_stamp,
+        )
         source, target = ROOT / name, BUILD / "operators" / f"{pathlib.Path(name).stem}.o"
         own = sorted(
             [
@@ -493,20 +499,18 @@ def operators(besides: tuple = ()) -> pathlib.Path:
             target, lambda out: run([CXX, *flags, *includes, "-c", source, "-o", out]), stamp=stamp
         )
 
-    def compile_test_kernel(name: str) -> pathlib.Path:
-        built = compile_cuda(ROOT / name, BUILD / "operators" / f"{pathlib.Path(name).stem}_cu.o")
-        pretranslate(built)
-        return built
-
     library()
+    # What takes long comes first, and kernels before the programs that wait for them. The first
+    # operator makes torch's headers, which the others find by the time they start.
+    first, *others = OPERATOR_SOURCES
     jobs = [
+        (compile_operator, first),
         *((kernels, unit) for unit in kernel_units()),
-        *((compile_operator, name) for name in OPERATOR_SOURCES),
-        *((compile_test_kernel, name) for name in TEST_KERNEL_SOURCES),
+        *((program, name) for name in besides),
+        *((compile_operator, name) for name in others),
     ]
-    # Kernels come first: the programs wait for those that they are linked to.
-    programs = [(program, name) for name in besides]
-    objects = in_parallel(lambda job: job[0](job[1]), jobs + programs)[: len(jobs)]
+    built = in_parallel(lambda job: job[0](job[1]), jobs)
+    objects = [made for (kind, _), made in zip(jobs, built, strict=True) if kind is not program]
     torch_lib = pathlib.Path(torch.__file__).parent / "lib"
     extra = (f"-L{torch_lib}", "-ltorch", "-ltorch_cpu", "-lc10")
     return link(
@@ -528,12 +532,16 @@ def example() -> pathlib.Path:
     return link(target, [main, *map(kernels, kernel_units())])
 
 
+# What takes longest to compile.
+LONGEST = ("cub", "block_triangular_inverse", "ops_numbers", "findings", "ops_warp")
 # Made for count mode; whoever counts builds it.
 ONLY_COUNTED = ("forward_counts",)
 
 
 def program_names() -> list[str]:
-    return sorted(p.stem for p in PROGRAMS.glob("*.cu") if p.stem not in ONLY_COUNTED)
+    """Every program that tests run; those that take longest to compile come first."""
+    names = sorted(p.stem for p in PROGRAMS.glob("*.cu") if p.stem not in ONLY_COUNTED)
+    return sorted(names, key=lambda name: name not in LONGEST)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import counts
 
 CASES = {
     "tile product 1024^3 (mma, ldmatrix, cp.async)": ("tile_product", "1024", "1024", "1024"),
-    "CUB device scans, 1,000,000 elements": ("cub_device", "1000000"),
+    "CUB device scans, 1,000,000 elements": ("cub", "1000000"),
 }
 
 

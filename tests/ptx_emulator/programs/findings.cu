@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Small kernels that are wrong in one way each, and near misses that are right: `findings NAME`
 // runs one. What the emulator must say about each stands in tests/test_ptx_emulator.py.
-#include <cub/block/block_reduce.cuh>
+#include <cassert>
 #include <map>
 
 #include "testing.cuh"
@@ -150,15 +150,6 @@ __global__ void copied_by_others(
   asm volatile("cp.async.wait_all;" ::: "memory");
   if (kSync) __syncthreads();
   out[threadIdx.x] = box[threadIdx.x ^ 32];
-}
-template <bool kSync>
-__global__ void storage_twice(float* x) {
-  using Reduce = cub::BlockReduce<float, 128>;
-  __shared__ typename Reduce::TempStorage storage;
-  const float v = x[threadIdx.x], a = Reduce(storage).Sum(v);
-  if (kSync) __syncthreads();
-  const float b = Reduce(storage).Sum(2 * v);
-  if (threadIdx.x == 0) x[0] = a + b;
 }
 __global__ void bytes_of_a_word(unsigned* out) {  // no race: each thread has its own byte
   __shared__ unsigned char box[64];
@@ -476,8 +467,6 @@ int main(int argc, char** argv) {
   RUN(copy_waits_enough, copied_ahead<0><<<1, 32>>>(x4, y4));
   RUN(copy_of_others_without_barrier, copied_by_others<false><<<1, 64>>>(x4, y4));
   RUN(copy_of_others_with_barrier, copied_by_others<true><<<1, 64>>>(x4, y4));
-  RUN(storage_reused_without_barrier, storage_twice<false><<<1, 128>>>(x));
-  RUN(storage_reused_with_barrier, storage_twice<true><<<1, 128>>>(x));
   RUN(bytes_of_a_word, bytes_of_a_word<<<1, 64>>>(u));
   RUN(bytes_that_overlap, bytes_overlap<<<1, 64>>>(u));
   RUN(shared_counter_plain, shared_counter<false><<<1, 64>>>(n));

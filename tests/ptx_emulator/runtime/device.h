@@ -94,15 +94,19 @@ void warp_sync(Thread*, int site, uint32_t mask);
 uint32_t block_barrier(Thread*, int site, uint32_t id, uint32_t count, BarrierReduction,
                        bool predicate);
 void barrier_arrive(Thread*, int site, uint32_t id, uint32_t count);
-void mma(Thread*, int site, int k, MmaType, bool half_accumulator, uint32_t* d, const uint32_t* a,
-         const uint32_t* b, const uint32_t* c);
-void load_matrix(Thread*, int site, int count, bool transposed, const uint8_t* row, uint32_t* d);
-void store_matrix(Thread*, int site, int count, bool transposed, uint8_t* row, const uint32_t* s);
+// Operands by value, zeros for what a form does not have; four results that lie in the thread.
+const uint32_t* mma(Thread*, int site, int k, MmaType, bool half_accumulator, uint32_t a0,
+                    uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, uint32_t c0,
+                    uint32_t c1, uint32_t c2, uint32_t c3);
+const uint32_t* load_matrix(Thread*, int site, int count, bool transposed, const uint8_t* row);
+void store_matrix(Thread*, int site, int count, bool transposed, uint8_t* row, uint32_t s0,
+                  uint32_t s1, uint32_t s2, uint32_t s3);
 uint32_t move_matrix(Thread*, int site, uint32_t a);
 void async_copy(Thread*, int site, uint8_t* to, uint64_t from, uint32_t size, uint32_t valid);
 void async_commit(Thread*);
 void async_wait(Thread*, int pending_groups);  // -1: wait_all
-void yield(Thread*, bool always);  // lets other threads run; strong accesses do it now and then
+void yield(Thread*, int site,
+           bool always);  // lets other threads run; strong accesses do it now and then
 void memory_fence(Thread*);
 uint64_t clock_ticks(Thread*);
 bool on_own_stack(const Thread*, uint64_t address);
@@ -148,6 +152,13 @@ inline uint8_t* local_at(Thread* c, uint64_t address, uint32_t size, int site,
     misaligned_access(c, site, address, size, false);
   return reinterpret_cast<uint8_t*>(address);
 }
+// What plain loads and stores of translated code go through: as memcpy would, without a call to
+// inline for each.
+using Memory8 = uint8_t;
+using Memory16 __attribute__((may_alias, aligned(1))) = uint16_t;
+using Memory32 __attribute__((may_alias, aligned(1))) = uint32_t;
+using Memory64 __attribute__((may_alias, aligned(1))) = uint64_t;
+
 template <class T>
 T load(const uint8_t* p) {
   T v;

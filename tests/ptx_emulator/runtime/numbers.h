@@ -17,9 +17,18 @@ inline uint32_t float_bits(float x) { return __builtin_bit_cast(uint32_t, x); }
 inline double as_double(uint64_t x) { return __builtin_bit_cast(double, x); }
 inline uint64_t double_bits(double x) { return __builtin_bit_cast(uint64_t, x); }
 
+// The same for translated code, which has thousands: nothing to look up, nothing to inline.
+#define AS_FLOAT(x) __builtin_bit_cast(float, x)
+#define FLOAT_BITS(x) __builtin_bit_cast(uint32_t, x)
+#define AS_DOUBLE(x) __builtin_bit_cast(double, x)
+#define DOUBLE_BITS(x) __builtin_bit_cast(uint64_t, x)
+
 // ---- float and double ----
 
-inline float flush(float x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.f, x) : x; }
+template <class T>
+T flush(T x) {
+  return std::fabs(x) < std::numeric_limits<T>::min() ? std::copysign(T(0), x) : x;
+}
 // NaN becomes +0.
 template <class T>
 T saturate(T x) {
@@ -157,6 +166,13 @@ uint16_t round_half(T x, Rounding mode) {
 template <class T, std::enable_if_t<std::is_integral_v<T>, int> = 0>
 uint16_t round_bfloat(T x, Rounding mode) {
   return round_to<Bfloat>(double(x), mode);
+}
+// Two to a register, the first one above.
+inline uint32_t half_pair(float high, float low, Rounding mode) {
+  return uint32_t(round_half(high, mode)) << 16 | round_half(low, mode);
+}
+inline uint32_t bfloat_pair(float high, float low, Rounding mode) {
+  return uint32_t(round_bfloat(high, mode)) << 16 | round_bfloat(low, mode);
 }
 // tf32 keeps 10 bits of the fraction. rna: nearest, ties away from zero.
 inline uint32_t round_tf32(float x, bool away, Rounding mode) {

@@ -143,7 +143,7 @@ void thread_exit(Thread* t) {
   switch_away(t);
   __builtin_unreachable();
 }
-void yield(Thread* t, bool always) {
+void yield(Thread* t, int site, bool always) {
   // Under a random schedule other threads may come in between at any strong access; in order, only
   // a thread that spins gives way.
   if (!always && (settings().seed >= 2 ? next_random(t->block) % 4 != 0 : ++t->spins < 64)) return;
@@ -155,7 +155,7 @@ void yield(Thread* t, bool always) {
   }
   if ((++b->pauses & 0xfff) == 0 && std::chrono::steady_clock::now() - b->launch->progress.load() >
                                         std::chrono::seconds(settings().patience))
-    fault(t, -1, kDeadlock,
+    fault(t, site, kDeadlock,
           "%u seconds of waiting in a loop, and no block gets on (PTX_EMULATOR_PATIENCE)",
           settings().patience);
   if (b->queue_size) {

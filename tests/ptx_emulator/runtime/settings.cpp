@@ -2,6 +2,7 @@
 #include "settings.h"
 
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -25,7 +26,32 @@ static std::string variable(const char* name, const char* fallback = "") {
   std::exit(2);
 }
 
+// BUILD is read by build.py.
+static const char* const kVariables[] = {"CHECKS",   "SEED",  "ASYNC",    "THREADS",
+                                         "COUNT",    "TIMES", "ON_ERROR", "ARCH",
+                                         "PATIENCE", "CACHE", "BUILD"};
+
+// A misspelt name would leave a check switched on or off without a word.
+static void refuse_unknown_variables() {
+  const std::string prefix = "PTX_EMULATOR_";
+  for (char** entry = environ; *entry; entry++) {
+    const std::string text = *entry, name = text.substr(0, text.find('='));
+    if (name.rfind(prefix, 0) != 0) continue;
+    std::string known;
+    bool found = false;
+    for (const char* variable : kVariables) {
+      found |= name == prefix + variable;
+      known += std::string(known.empty() ? "" : ", ") + variable;
+    }
+    if (found) continue;
+    std::fprintf(stderr, "ptx_emulator: %s is not a setting; after %s may stand: %s\n",
+                 name.c_str(), prefix.c_str(), known.c_str());
+    std::exit(2);
+  }
+}
+
 static Settings read() {
+  refuse_unknown_variables();
   Settings s;
   const std::string checks = variable("CHECKS", "all");
   if (checks != "all") {

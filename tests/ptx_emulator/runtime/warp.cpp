@@ -343,28 +343,24 @@ uint32_t reduce(Thread* t, int site, ReduceOp op, uint32_t value, uint32_t mask)
 }
 void warp_sync(Thread* t, int site, uint32_t mask) { meet(t, site, kSync, 0, mask); }
 
-// Operands come in arrays of four words, whatever the form needs: copies of a fixed size are two
-// instructions.
-using Words = uint32_t[4];
-static void copy_words(uint32_t* to, const uint32_t* from) { std::memcpy(to, from, sizeof(Words)); }
-
-void mma(Thread* t, int site, int k, MmaType type, bool half, uint32_t* d, const uint32_t* a,
-         const uint32_t* b, const uint32_t* c) {
-  copy_words(t->in, a);
-  copy_words(t->in + 8, b);
-  copy_words(t->in + 12, c);
+const uint32_t* mma(Thread* t, int site, int k, MmaType type, bool half, uint32_t a0, uint32_t a1,
+                    uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, uint32_t c0, uint32_t c1,
+                    uint32_t c2, uint32_t c3) {
+  t->in[0] = a0, t->in[1] = a1, t->in[2] = a2, t->in[3] = a3;
+  t->in[8] = b0, t->in[9] = b1;
+  t->in[12] = c0, t->in[13] = c1, t->in[14] = c2, t->in[15] = c3;
   meet(t, site, kMma, MmaForm{type, k, half}.code(), ~0u);
-  copy_words(d, t->out);
+  return t->out;
 }
-void load_matrix(Thread* t, int site, int count, bool transposed, const uint8_t* row, uint32_t* d) {
+const uint32_t* load_matrix(Thread* t, int site, int count, bool transposed, const uint8_t* row) {
   std::memcpy(t->in, &row, sizeof row);
   meet(t, site, kLoadMatrix, uint32_t(count) | uint32_t(transposed) << 4, ~0u);
-  copy_words(d, t->out);
+  return t->out;
 }
-void store_matrix(Thread* t, int site, int count, bool transposed, uint8_t* row,
-                  const uint32_t* s) {
+void store_matrix(Thread* t, int site, int count, bool transposed, uint8_t* row, uint32_t s0,
+                  uint32_t s1, uint32_t s2, uint32_t s3) {
   std::memcpy(t->in, &row, sizeof row);
-  copy_words(t->in + 4, s);
+  t->in[4] = s0, t->in[5] = s1, t->in[6] = s2, t->in[7] = s3;
   meet(t, site, kStoreMatrix, uint32_t(count) | uint32_t(transposed) << 4, ~0u);
 }
 uint32_t move_matrix(Thread* t, int site, uint32_t a) {

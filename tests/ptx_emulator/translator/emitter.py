@@ -10,7 +10,16 @@ import re
 
 from . import opcodes
 from .parser import BranchTargets, Function, Instruction, Label, Module, Registers, Scope, Variable
-from .types import SIZE, Unsupported, bits, cpp_type, identifier, split_list, unsigned
+from .types import (
+    SIZE,
+    Unsupported,
+    bits,
+    cpp_type,
+    identifier,
+    literal,
+    split_list,
+    unsigned,
+)
 
 SPECIAL_VECTORS = {"tid": "c->tid", "ntid": "c->ntid", "ctaid": "c->ctaid", "nctaid": "c->nctaid"}
 SPECIAL = {
@@ -35,6 +44,10 @@ SPECIAL = {
     "envreg1": "0u",
     "envreg2": "0u",
 }
+AS_REAL = {"f32": "AS_FLOAT", "f64": "AS_DOUBLE"}
+BITS_OF = {"f32": "FLOAT_BITS", "f64": "DOUBLE_BITS"}
+_FLOAT, _DOUBLE = re.compile(r"^0[fF][0-9a-fA-F]{8}$"), re.compile(r"^0[dD][0-9a-fA-F]{16}$")
+_SUM = re.compile(r"^(.+?)\s*([+-])\s*(-?\d+)$")
 INTEGER = re.compile(r"^[-+]?(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?$")
 
 
@@ -48,6 +61,7 @@ class FunctionEmitter:
     def __init__(self, module: "ModuleEmitter", function: Function):
         self.module, self.function = module, function
         self.scopes: list[dict] = [{}]
+        self.values: list[dict] = [{}]  # what value() has found, by scope
         self.registers: list[tuple[str, str]] = []  # (C++ type, name)
         self.arrays: list[str] = []
         self.code: list[str] = []
@@ -81,9 +95,12 @@ class FunctionEmitter:
     def raw(self, operand: str) -> tuple[str, str]:
         """The C++ of an operand, and its kind: register, integer, bits32, bits64 or address."""
         operand = operand.strip()
-        if re.match(r"^0[fF][0-9a-fA-F]{8}$", operand):
+        found = self.lookup(operand)
+        if found and found[0] == "register":
+            return found[1], "register"
+        if _FLOAT.match(operand):
             return f"0x{operand[2:]}u", "bits32"
-        if re.match(r"^0[dD][0-9a-fA-F]{16}$", operand):
+        if _DOUBLE.match(operand):
             return f"0x{operand[2:]}ull", "bits64"
         if INTEGER.match(operand):
             number = int(operand.rstrip("U"), 0)
@@ -100,37 +117,45 @@ class FunctionEmitter:
                 return f"{SPECIAL_VECTORS[base]}[{'xyz'.index(axis)}]", "register"
             if base in SPECIAL:
                 return SPECIAL[base], "register"
-        found = self.lookup(operand)
         if found is None:
-            if sum_ := re.match(r"^(.+?)\s*([+-])\s*(-?\d+)$", operand):
+            if sum_ := _SUM.match(operand):
                 text, kind = self.raw(sum_.group(1))
                 return f"({text} {sum_.group(2)} ({sum_.group(3)}))", kind
             raise Unsupported(f"operand {operand}")
         kind, text = found[0], found[1]
-        if kind == "register":
-            return text, "register"
         if kind in ("shared", "param"):
             return f"(uint64_t)({text})", "address"
         return f"(uint64_t)(uintptr_t){text}", "address"
 
     def value(self, operand: str, ptx_type: str) -> str:
         """The operand read as a PTX type."""
-        operand = operand.strip()
+        values = self.values[-1]
+        if (operand, ptx_type) not in values:
+            values[operand, ptx_type] = self._value(operand.strip(), ptx_type)
+        return values[operand, ptx_type]
+
+    def _value(self, operand: str, ptx_type: str) -> str:
         if ptx_type == "pred":
             if operand.startswith("!"):
                 return f"!{self.value(operand[1:], 'pred')}"
             text, kind = self.raw(operand)
             return text if kind == "register" else f"({text} != 0)"
         text, kind = self.raw(operand)
-        if ptx_type == "f32":
-            return (
-                f"(float)as_double({text})" if kind == "bits64" else f"as_float((uint32_t){text})"
-            )
-        if ptx_type == "f64":
-            return f"as_double({text})"
-        if kind == "register" and self.kept_as(operand) == cpp_type(ptx_type):
+        if ptx_type == "f32" and kind == "bits64":
+            return f"(float)AS_DOUBLE({text})"
+        if ptx_type in ("f32", "f64"):
+            return f"{AS_REAL[ptx_type]}({self.value(operand, bits(ptx_type))})"
+        kept = {"bits32": "uint32_t", "bits64": "uint64_t"}.get(kind) or self.kept_as(operand)
+        if kept == cpp_type(ptx_type):
             return text  # a cast would change nothing, and there are millions for g++ to read
+        if kind == "integer":
+            return literal(self.constant(operand), ptx_type)
         return f"({cpp_type(ptx_type)}){text}"
+
+    def constant(self, operand: str) -> int | None:
+        """The value of an operand that is written as an integer."""
+        operand = operand.strip().replace("WARP_SZ", "32")
+        return int(operand.rstrip("U"), 0) if INTEGER.match(operand) else None
 
     def kept_as(self, operand: str) -> str | None:
         """The C++ type of a declared register."""
@@ -151,10 +176,8 @@ class FunctionEmitter:
         name, register = found[1], found[2]
         if ptx_type == "pred":
             return f"{name} = {expression};"
-        if ptx_type == "f32":
-            return f"{name} = float_bits({expression});"
-        if ptx_type == "f64":
-            return f"{name} = double_bits({expression});"
+        if ptx_type in ("f32", "f64"):
+            return f"{name} = {BITS_OF[ptx_type]}({expression});"
         if SIZE[register] == SIZE[ptx_type]:
             return f"{name} = {expression};"
         wide = ("int" if ptx_type[0] == "s" else "uint") + f"{8 * SIZE[register]}_t"
@@ -164,14 +187,15 @@ class FunctionEmitter:
         """The checked host pointer of ``[operand]`` for an access of ``size`` bytes."""
         inner = operand.strip()[1:-1].strip()
         base, offset = inner, 0
-        if (found := re.match(r"^(.+?)\s*([+-])\s*(-?\d+)$", inner)) and self.lookup(inner) is None:
+        if (found := _SUM.match(inner)) and self.lookup(inner) is None:
             base, offset = (
                 found.group(1),
                 int(found.group(3)) * (1 if found.group(2) == "+" else -1),
             )
         symbol = self.lookup(base)
         text = self.raw(base)[0]
-        text = f"({text} + {offset}ll)" if offset else text
+        if offset:
+            text = f"{text} + {offset}" + ("" if -(2**31) < offset < 2**31 else "ll")
         if space == "param" or (symbol and symbol[0] == "param"):
             return f"(uint8_t*)(uintptr_t)({text})"
         if space == "shared" or (not space and symbol and symbol[0] == "shared"):
@@ -214,7 +238,9 @@ class FunctionEmitter:
             body, guard = f"unsupported(c, {self.site(i)});", None
         if i.guard or i.opcode in ("bra", "brx", "ret", "exit", "call"):
             self.flush_counts()
-        self.emit(f"if ({guard}) {{ {body} }}" if guard else body)
+        if guard and body.count(";") > 1 and not body.startswith("{"):
+            body = f"{{ {body} }}"
+        self.emit(f"if ({guard}) {body}" if guard else body)
 
     def declare(self, v: Variable) -> None:
         if v.space == "shared":
@@ -262,8 +288,10 @@ class FunctionEmitter:
             if isinstance(statement, Scope):
                 if statement.opens:
                     self.scopes.append({"#": opened[at], **labels[opened[at]]})
+                    self.values.append({})
                 else:
                     self.scopes.pop()
+                    self.values.pop()
             elif isinstance(statement, Label):
                 self.flush_counts()
                 self.emit(f"{self.label(statement.name)}:;")

@@ -33,6 +33,23 @@ COMPARE = {
     "hi": ">",
     "hs": ">=",
 }
+# Floats: a comparison with NaN is false, its opposite true.
+REAL_COMPARE = {
+    "eq": "({x} == {y})",
+    "ne": "({x} < {y} || {x} > {y})",
+    "lt": "({x} < {y})",
+    "le": "({x} <= {y})",
+    "gt": "({x} > {y})",
+    "ge": "({x} >= {y})",
+    "equ": "!({x} < {y} || {x} > {y})",
+    "neu": "({x} != {y})",
+    "ltu": "!({x} >= {y})",
+    "leu": "!({x} > {y})",
+    "gtu": "!({x} <= {y})",
+    "geu": "!({x} < {y})",
+    "num": "!unordered({x}, {y})",
+    "nan": "unordered({x}, {y})",
+}
 
 
 def opcode(*names):
@@ -121,7 +138,7 @@ def _trap(e, i):
 
 @opcode("nanosleep")
 def _nanosleep(e, i):
-    return "yield(c, true);"
+    return f"yield(c, {e.site(i)}, true);"
 
 
 @opcode("membar", "fence")
@@ -167,12 +184,13 @@ def _mov(e, i):
     if to.startswith("{"):
         parts = e.vector(to)
         width = SIZE[t] // len(parts)
-        writes = (
-            e.assign(p, f"b{8 * width}", f"t_ >> {8 * width * n}")
+        x, apart = e.value(source, bits(t)), source not in parts
+        writes = " ".join(
+            e.assign(p, f"b{8 * width}", f"{x if apart else 't_'} >> {8 * width * n}")
             for n, p in enumerate(parts)
             if p != "_"
         )
-        return f"{{ {unsigned(SIZE[t])} t_ = {e.value(source, bits(t))}; {' '.join(writes)} }}"
+        return writes if apart else f"{{ {unsigned(SIZE[t])} t_ = {x}; {writes} }}"
     if source.startswith("{"):
         parts = e.vector(source)
         width = SIZE[t] // len(parts)
@@ -236,8 +254,9 @@ def _cvt(e, i):
         for operand in i.operands[1:3]:
             x = e.value(operand, "f32")
             x = f"relu({x})" if relu else x
-            halves.append(f"round_{'half' if to == 'f16x2' else 'bfloat'}({x}, {mode})")
-        return e.assign(i.operands[0], "b32", f"(uint32_t){halves[0]} << 16 | {halves[1]}")
+            halves.append(x)
+        name = f"{'half' if to == 'f16x2' else 'bfloat'}_pair"
+        return e.assign(i.operands[0], "b32", f"{name}({', '.join(halves)}, {mode})")
     if to == "tf32":
         if source != "f32" or saturate:
             raise Unsupported("cvt")
@@ -290,6 +309,11 @@ def _memory(i):
     return space_of(i), count, i.type
 
 
+def _word(t):
+    """Elements of memory in plain loads and stores (device.h)."""
+    return f"Memory{8 * SIZE[t]}"
+
+
 @opcode("ld", "ldu")
 def _ld(e, i):
     space, count, t = _memory(i)
@@ -300,13 +324,17 @@ def _ld(e, i):
     pointer = e.address(
         i.operands[1], space, SIZE[t] * count, i, "kStrongLoad" if strong else "kLoad"
     )
-    load = "load_strong" if strong else "load"
-    writes = (
-        e.assign(x, t, f"{load}<{cpp_type(t)}>(p_ + {n * SIZE[t]})")
-        for n, x in enumerate(e.vector(i.operands[0]))
-    )
-    pause = "yield(c, false); " if strong and space != "param" else ""
-    return f"{{ {pause}const uint8_t* p_ = {pointer}; {' '.join(writes)} }}"
+    to = e.vector(i.operands[0])
+    if strong:
+        read = f"load_strong<{cpp_type(t)}>(p_ + {{}} * {SIZE[t]})"
+        pause = f"yield(c, {e.site(i)}, false); " if space != "param" else ""
+        first = f"{pause}const uint8_t* p_ = {pointer};"
+    elif len(to) == 1:
+        return e.assign(to[0], t, f"*({_word(t)}*)({pointer})")
+    else:
+        read, first = "p_[{}]", f"{_word(t)}* p_ = ({_word(t)}*)({pointer});"
+    writes = (e.assign(x, t, read.format(n)) for n, x in enumerate(to))
+    return f"{{ {first} {' '.join(writes)} }}"
 
 
 @opcode("st")
@@ -317,12 +345,15 @@ def _st(e, i):
         raise Unsupported("st.b128")
     access = "kStoreRelease" if i.has("release") else "kStoreRelaxed" if strong else "kStore"
     pointer = e.address(i.operands[0], space, SIZE[t] * count, i, access)
-    store = "store_strong" if strong else "store"
-    writes = (
-        f"{store}<{unsigned(SIZE[t])}>(p_ + {n * SIZE[t]}, {e.value(x, bits(t))});"
-        for n, x in enumerate(e.vector(i.operands[1]))
-    )
-    return f"{{ uint8_t* p_ = {pointer}; {' '.join(writes)} }}"
+    values = [e.value(x, bits(t)) for x in e.vector(i.operands[1])]
+    if strong:
+        write = f"store_strong<{unsigned(SIZE[t])}>(p_ + {{}} * {SIZE[t]}, {{}});"
+        first = f"uint8_t* p_ = {pointer};"
+    elif len(values) == 1:
+        return f"*({_word(t)}*)({pointer}) = {values[0]};"
+    else:
+        write, first = "p_[{}] = {};", f"{_word(t)}* p_ = ({_word(t)}*)({pointer});"
+    return f"{{ {first} {' '.join(write.format(n, x) for n, x in enumerate(values))} }}"
 
 
 @opcode("atom", "red")
@@ -365,7 +396,8 @@ def _atom(e, i):
         }[operation]
     swap = f"{word} d_ = {e.value(operands[3], bits(t))}; " if operation == "cas" else ""
     update = f"atomic_update<{word}>({pointer}, [=]({word} o_) -> {word} {{ return {new}; }})"
-    return f"{{ {word} b_ = {b}; {swap}yield(c, false); {e.assign(operands[0], bits(t), update)} }}"
+    update = e.assign(operands[0], bits(t), update)
+    return f"{{ {word} b_ = {b}; {swap}yield(c, {e.site(i)}, false); {update} }}"
 
 
 @opcode("cp")
@@ -449,12 +481,16 @@ def _add(e, i):
         return _half(e, i)
     if i.type in FLOATS:
         return _float(e, i, "{} + {}", "add_rounded")
-    n, x, y = cpp_type(i.type), *(e.value(o, i.type) for o in i.operands[1:3])
-    return e.assign(
-        i.operands[0],
-        i.type,
-        f"add_saturating<{n}>({x}, {y})" if i.has("sat") else f"(uint64_t){x} + (uint64_t){y}",
-    )
+    return _sum(e, i, "+", "add_saturating")
+
+
+def _sum(e, i, operator, saturating):
+    """Integers wrap, so that their sum is that of unsigned ones."""
+    if i.has("sat"):
+        x, y = (e.value(o, i.type) for o in i.operands[1:3])
+        return e.assign(i.operands[0], i.type, f"{saturating}<{cpp_type(i.type)}>({x}, {y})")
+    x, y = (e.value(o, bits(i.type)) for o in i.operands[1:3])
+    return e.assign(i.operands[0], i.type, f"{x} {operator} {y}")
 
 
 @opcode("sub")
@@ -465,12 +501,7 @@ def _sub(e, i):
         return _half(e, i)
     if i.type in FLOATS:
         return _float(e, i, "{} - {}", "subtract_rounded")
-    n, x, y = cpp_type(i.type), *(e.value(o, i.type) for o in i.operands[1:3])
-    return e.assign(
-        i.operands[0],
-        i.type,
-        f"subtract_saturating<{n}>({x}, {y})" if i.has("sat") else f"(uint64_t){x} - (uint64_t){y}",
-    )
+    return _sum(e, i, "-", "subtract_saturating")
 
 
 def _carry(e, i, name, carry_in):
@@ -508,7 +539,7 @@ def _mul(e, i):
         text = (
             f"add_saturating<{cpp_type(result)}>({text}, {z})"
             if i.has("sat")
-            else f"(uint64_t)({text}) + (uint64_t){z}"
+            else f"{text} + {e.value(i.operands[3], bits(result))}"
         )
     return e.assign(i.operands[0], result, text)
 
@@ -521,13 +552,16 @@ def _product(e, i):
     n, size = cpp_type(t), SIZE[t]
     if i.has("wide"):
         result = f"{t[0]}{16 * size}"
-        return f"({cpp_type(result)}){x} * ({cpp_type(result)}){y}", result
+        return f"({cpp_type(result)}){x} * {y}", result
     if i.has("hi"):
         return (
             f"multiply_high<{n}>({x}, {y})" if not narrow else f"({n})(((int64_t){x} * {y}) >> 16)",
             t,
         )
-    return f"(uint64_t){x} * (uint64_t){y}", t
+    if narrow:
+        return f"(uint64_t){x} * (uint64_t){y}", t
+    x, y = (e.value(o, bits(t)) for o in i.operands[1:3])
+    return f"{'(uint32_t)' if size == 2 else ''}{x} * {y}", t  # uint16_t alone would be an int
 
 
 @opcode("madc")
@@ -691,6 +725,10 @@ def _cnot(e, i):
 @opcode("shl", "shr")
 def _shift(e, i):
     t = i.type if i.opcode == "shr" and i.type[0] == "s" else f"u{8 * SIZE[i.type]}"
+    count = e.constant(i.operands[2])
+    if count is not None and 0 <= count < 8 * SIZE[t]:
+        operator = "<<" if i.opcode == "shl" else ">>"
+        return e.assign(i.operands[0], t, f"{e.value(i.operands[1], t)} {operator} {count}")
     name = "shift_left" if i.opcode == "shl" else "shift_right"
     return e.assign(
         i.operands[0],
@@ -797,11 +835,7 @@ def _comparison(e, i, t):
         x, y = f"flush({x})", f"flush({y})"
     if t not in (*FLOATS, "f16", "bf16"):
         return f"({x} {COMPARE[name]} {y})"
-    if name in ("nan", "num"):
-        return f"({'' if name == 'nan' else '!'}unordered({x}, {y}))"
-    if name.endswith("u") and name[:-1] in COMPARE:
-        return f"(unordered({x}, {y}) || {x} {COMPARE[name[:-1]]} {y})"
-    return f"(!unordered({x}, {y}) && {x} {COMPARE[name]} {y})"
+    return REAL_COMPARE[name].format(x=x, y=y)
 
 
 def _combined(e, i, test, extra):
@@ -820,10 +854,11 @@ def _setp(e, i):
     if t in ("f16x2", "bf16x2"):
         raise Unsupported("setp on pairs")
     first, *second = i.operands[0].split("|")
-    out = [e.assign(first, "pred", _combined(e, i, "e_", extra))]
-    if second:
-        out.append(e.assign(second[0], "pred", _combined(e, i, "(!e_)", extra)))
-    return f"{{ bool e_ = {_comparison(e, i, t)}; {' '.join(out)} }}"
+    if not second:
+        return e.assign(first, "pred", _combined(e, i, _comparison(e, i, t), extra))
+    both = e.assign(first, "pred", _combined(e, i, "e_", extra))
+    both += " " + e.assign(second[0], "pred", _combined(e, i, "(!e_)", extra))
+    return f"{{ bool e_ = {_comparison(e, i, t)}; {both} }}"
 
 
 @opcode("set")
@@ -948,16 +983,21 @@ def _mma(e, i):
     ):
         raise Unsupported("mma")
 
-    def words(name, o):
-        return f"uint32_t {name}[4] = {{{', '.join(e.value(x, 'b32') for x in e.vector(o))}}};"
-
-    d = e.vector(i.operands[0])
+    words = []
+    for o, count in zip(i.operands[1:4], (4, 2, 4), strict=True):
+        given = [e.value(x, "b32") for x in e.vector(o)]
+        words += given + ["0"] * (count - len(given))
     kind = {"bf16": "kBf16", "f16": "kF16", "tf32": "kTf32"}[a_type]
     half = "true" if to == "f16" else "false"
-    writes = " ".join(e.assign(x, "b32", f"d_[{n}]") for n, x in enumerate(d))
-    inputs = " ".join(words(n, o) for n, o in zip(("a_", "b_", "c_"), i.operands[1:4], strict=True))
-    call = f"mma(c, {e.site(i)}, {k}, {kind}, {half}, d_, a_, b_, c_);"
-    return f"{{ {inputs} uint32_t d_[4]; {call} {writes} }}"
+    call = f"mma(c, {e.site(i)}, {k}, {kind}, {half}, {', '.join(words)})"
+    return _words_out(e, i, call)
+
+
+def _words_out(e, i, call):
+    """The results of a call lie in the thread, whose next collective overwrites them."""
+    to = enumerate(e.vector(i.operands[0]))
+    writes = " ".join(e.assign(x, "b32", f"d_[{n}]") for n, x in to)
+    return f"{{ const uint32_t* d_ = {call}; {writes} }}"
 
 
 def _matrix_address(e, i, operand, count, access):
@@ -970,11 +1010,9 @@ def _ldmatrix(e, i):
     count = next(int(s[1]) for s in i.suffixes if s in ("x1", "x2", "x4"))
     if not i.has("m8n8") or i.type != "b16":
         raise Unsupported("ldmatrix")
-    writes = " ".join(e.assign(x, "b32", f"d_[{n}]") for n, x in enumerate(e.vector(i.operands[0])))
     row = _matrix_address(e, i, i.operands[1], count, "kMatrixRead")
     trans = str(i.has("trans")).lower()
-    call = f"load_matrix(c, {e.site(i)}, {count}, {trans}, r_, d_);"
-    return f"{{ uint32_t d_[4]; const uint8_t* r_ = {row}; {call} {writes} }}"
+    return _words_out(e, i, f"load_matrix(c, {e.site(i)}, {count}, {trans}, {row})")
 
 
 @opcode("stmatrix")
@@ -982,11 +1020,11 @@ def _stmatrix(e, i):
     count = next(int(s[1]) for s in i.suffixes if s in ("x1", "x2", "x4"))
     if not i.has("m8n8") or i.type != "b16":
         raise Unsupported("stmatrix")
-    values = ", ".join(e.value(x, "b32") for x in e.vector(i.operands[1]))
+    values = [e.value(x, "b32") for x in e.vector(i.operands[1])]
+    words = ", ".join(values + ["0"] * (4 - len(values)))
     row = _matrix_address(e, i, i.operands[0], count, "kMatrixWrite")
     trans = str(i.has("trans")).lower()
-    call = f"store_matrix(c, {e.site(i)}, {count}, {trans}, r_, s_);"
-    return f"{{ uint32_t s_[4] = {{{values}}}; uint8_t* r_ = {row}; {call} }}"
+    return f"store_matrix(c, {e.site(i)}, {count}, {trans}, {row}, {words});"
 
 
 @opcode("movmatrix")

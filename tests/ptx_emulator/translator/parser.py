@@ -123,6 +123,7 @@ _HEADER = re.compile(
 _THREADS = re.compile(r"\.(?:maxntid|reqntid)\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
 _LOCATION = re.compile(r"^\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:.*\binlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
 _INSTRUCTION = re.compile(r"^(?:@(!?[%\w$]+)\s+)?([\w.:]+)\s*(.*)$", re.S)
+_LABEL = re.compile(r"^\s*([\w$]+)\s*:(?!:)\s*")
 _TOKEN = re.compile(r'"[^"]*"|[{};\n]|[^{};\n"]+')
 
 
@@ -248,7 +249,7 @@ class _Reader:
             elif token == ";" and depth == 0:
                 text = current.strip()
                 current = ""
-                if re.match(r"\.loc\s", text):
+                if text.startswith((".loc ", ".loc\t")):  # not .local
                     where = self._location(text) or where
                 elif text.startswith(".branchtargets"):
                     out.append(BranchTargets(out.pop().name, split_list(text.split(None, 1)[1])))
@@ -260,11 +261,7 @@ class _Reader:
                 if not current.strip():
                     start = line
                 # A label needs no semicolon, and another statement may follow it.
-                while (
-                    found := re.match(r"^\s*([\w$]+)\s*:(?!:)\s*", token)
-                    if not current.strip()
-                    else None
-                ):
+                while found := _LABEL.match(token) if not current.strip() else None:
                     out.append(Label(found.group(1)))
                     token = token[found.end() :]
                 depth += token.count("{") - token.count("}")

@@ -12,6 +12,8 @@ FLOATS = ("f32", "f64")
 HALVES = ("f16", "bf16", "f16x2", "bf16x2")
 SPACES = ("global", "shared", "local", "param", "const")
 
+_NO_WORD, _BRACKET = re.compile(r"\W"), re.compile(r"[\[\]{}()]")
+
 
 class Unsupported(Exception):
     """An instruction, operand or declaration that the translator does not know."""
@@ -34,13 +36,29 @@ def cpp_type(ptx_type: str) -> str:
     return ("int" if ptx_type[0] == "s" else "uint") + f"{8 * SIZE[ptx_type]}_t"
 
 
+def literal(number: int, ptx_type: str) -> str:
+    """A number as a C++ literal of the type: a cast for each of them is much for g++ to read."""
+    size = 8 * SIZE[ptx_type]
+    number %= 1 << size
+    if ptx_type[0] == "s" and number >> (size - 1):
+        number -= 1 << size
+    if size < 32 or number == -(1 << (size - 1)):  # the smallest number has no literal
+        return f"({cpp_type(ptx_type)})({number}ll)" if size < 64 else "INT64_MIN"
+    text = f"{number}" + {"s32": "", "s64": "ll"}.get(ptx_type, "u" if size == 32 else "ull")
+    return f"({text})" if number < 0 else text
+
+
 def identifier(name: str) -> str:
     """A PTX name as a C++ identifier."""
-    return re.sub(r"\W", "_", name.lstrip("%").replace("$", "_"))
+    name = name.lstrip("%")
+    return name if name.isidentifier() and name.isascii() else _NO_WORD.sub("_", name)
 
 
 def split_list(text: str) -> list[str]:
     """Split at the commas that stand outside brackets."""
+    if not _BRACKET.search(text):
+        parts = [part.strip() for part in text.split(",")]
+        return parts if parts[-1] else parts[:-1]
     parts, depth, start = [], 0, 0
     for at, char in enumerate(text):
         if char in "[{(":

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // CUB's block and warp collectives, every algorithm, odd sizes included.
+#pragma once
 #include <cub/block/block_load.cuh>
 #include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
@@ -7,18 +8,12 @@
 #include <cub/warp/warp_reduce.cuh>
 #include <cub/warp/warp_scan.cuh>
 
+#include "affine.cuh"
 #include "testing.cuh"
+
+namespace cub_block {
 using namespace testing;
 
-// The maps x -> a x + b under composition: associative, not commutative.
-struct Affine {
-  float a, b;
-};
-struct Compose {
-  __host__ __device__ Affine operator()(const Affine& first, const Affine& then) const {
-    return {first.a * then.a, then.a * first.b + then.b};
-  }
-};
 struct Larger {
   __device__ float operator()(float x, float y) const { return x > y ? x : y; }
 };
@@ -127,7 +122,7 @@ void test_load_store(const char* name) {
   report_error("BlockLoad and BlockStore " + std::string(name), difference(out.host(), want), 1e-6);
 }
 
-int main() {
+inline void test() {
   test_scan<cub::BLOCK_SCAN_RAKING, 128>("raking"), test_scan<cub::BLOCK_SCAN_RAKING, 96>("raking"),
       test_scan<cub::BLOCK_SCAN_RAKING, 65>("raking");
   test_scan<cub::BLOCK_SCAN_RAKING_MEMOIZE, 128>("raking memoize"),
@@ -150,5 +145,6 @@ int main() {
   for (int i = 0; i < 128; i++) s[i] = i % 32 ? s[i - 1] + in[i - 1] : 0, r[i / 32] += in[i];
   report_error("WarpScan", difference(scanned.host(), s), 1e-5),
       report_error("WarpReduce", difference(reduced.host(), r), 1e-5);
-  return finish();
 }
+
+}  // namespace cub_block

@@ -1,20 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // CUB's device-wide scans: blocks that hand over partial results to later blocks (decoupled
 // look-back).
+#pragma once
 #include <cub/device/device_reduce.cuh>
 #include <cub/device/device_scan.cuh>
 
+#include "affine.cuh"
 #include "testing.cuh"
+
+namespace cub_device {
 using namespace testing;
 
-struct Affine {
-  float a, b;
-};
-struct Compose {
-  __host__ __device__ Affine operator()(const Affine& first, const Affine& then) const {
-    return {first.a * then.a, then.a * first.b + then.b};
-  }
-};
 template <class Call>
 cudaError_t with_storage(Call call) {
   size_t bytes = 0;
@@ -23,8 +19,8 @@ cudaError_t with_storage(Call call) {
   return call(storage.data, bytes);
 }
 
-int main(int argc, char** argv) {
-  const int n = argc > 1 ? std::atoi(argv[1]) : 20011, run = 777;
+inline void test(int n) {
+  const int run = 777;
   const auto x = numbers(2 * size_t(n));
   std::vector<Affine> in(n);
   std::vector<int> keys(n);
@@ -56,5 +52,6 @@ int main(int argc, char** argv) {
     return cub::DeviceReduce::Sum(s, bytes, df.data, sum.data, n);
   });
   report_error("DeviceReduce", e ? 1e30 : std::fabs(sum.host()[0] - total), 1e-2);
-  return finish();
 }
+
+}  // namespace cub_device
