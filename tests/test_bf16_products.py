@@ -44,7 +44,7 @@ def pairs() -> Iterator[None]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(c, id=str(c), marks=pytest.mark.slow if i % 4 else ())
+        pytest.param(c, id=str(c), marks=pytest.mark.slow if i % 16 else ())
         for i, c in enumerate(ALL_CASES)
     ],
 )
