@@ -129,9 +129,10 @@ class cpu_precision:
     the state's update, to bf16 where the CPU multiplies pairs of bf16 in one instruction (AVX-512
     with BF16: `cpu_isa()` is "avx512_bf16"), which halves the number of its products. Everything
     else stays fp32, the state that is kept too. Relative errors of the output reach 3.3e-3 instead
-    of 1.7e-3, those of the state 1e-2 instead of 1e-6, for beta up to 1; keys that repeat with a
-    beta near 2 amplify them (4e-2 at 1.999; docs/numerics.md). Elsewhere, for other dtypes, for
-    runs of up to four tokens and where gradients are needed, "fast" is "exact".
+    of 1.7e-3, those of the state 1e-2 instead of 1e-6, where tokens do not amplify what was there
+    before: for beta up to 1 and keys that are normalized. Beta near 2 with keys that repeat (4e-2),
+    longer keys, and gates that grow where beta is 1 amplify them (docs/numerics.md). Elsewhere, for
+    other dtypes, for runs of up to four tokens and where gradients are needed, "fast" is "exact".
 
     "torch" follows torch's own setting for matrix products on the CPU: it is "fast" while
     `torch.backends.mkldnn.matmul.fp32_precision` is "bf16", which
