@@ -230,6 +230,9 @@ def cxx_flags() -> list[str]:
         f"-std={STANDARD}",
         "-fvisibility=hidden",
         *(["-O0", "-g", "-UNDEBUG"] if DEBUG else ["-O3"]),
+        # Python's own flags hold -fwrapv, with which each `row * stride + i` of int is computed
+        # and sign-extended apart: as many instructions again as the products have.
+        "-fstrict-overflow",
         "-Wall",
         "-Wextra",
         *(["-Werror"] if WERROR else []),
