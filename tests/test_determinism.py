@@ -59,6 +59,19 @@ def test_two_runs_and_any_number_of_threads(
         assert_same_results(result(function, args), want, f"with {n} threads")
 
 
+@pytest.mark.parametrize("dtype", dtypes(torch.float32, torch.bfloat16, torch.float16))
+def test_outputs_that_no_cache_holds_have_the_same_bits(dtype: torch.dtype, isa: str) -> None:
+    """Over 8 MB they are written past the caches; V = 88 leaves half a vector of 16-bit numbers."""
+    sequences = (8 << 20) // (27 * 8 * 88 * dtype.itemsize) + 2
+    args = Case("large", B=sequences, T=27, HK=4, HV=8, K=4, V=88).inputs(dtype)
+    out, state = result(deltanet_ext.chunk_gated_delta_rule, args)
+    assert out.numel() * out.element_size() > 8 << 20
+    for n in (0, sequences // 2, sequences - 1):
+        alone = {k: v[n : n + 1] if k in PER_TOKEN else v for k, v in args.items()}
+        want = result(deltanet_ext.chunk_gated_delta_rule, alone)
+        assert_same_results((out[n : n + 1], state[n : n + 1]), want, f"of sequence {n}")
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("dtype", dtypes(torch.float32, torch.bfloat16))
 @pytest.mark.parametrize(

@@ -145,6 +145,25 @@ def test_vector_instructions_stand_only_in_the_functions_of_their_isa():
     assert min(wide.values()) > 3, f"is this the library with the kernels? {wide}"
 
 
+@needs_library
+def test_loops_over_products_do_not_compute_addresses_apart():
+    """Python's own flags ask for wrapping integers; then each `row * stride + i` of int is extended
+    to 64 bits by instructions of its own, as many as there are multiply-adds."""
+    if os.uname().machine != "x86_64":
+        pytest.skip("x86-64 only")
+    disassembly = run_tool("objdump", "-dC", "--no-show-raw-insn", _C.__file__)
+    tiles = [
+        line
+        for name, lines in functions(disassembly)
+        if re.search(r"avx2::Chunk\w+<.*::Tile<", name)
+        for line in lines
+    ]
+    multiply_adds = sum("\tvfmadd" in line or "\tvfnmadd" in line for line in tiles)
+    extensions = sum("\tcltq" in line or "\tmovslq" in line for line in tiles)
+    assert multiply_adds > 500
+    assert extensions < multiply_adds / 10
+
+
 # ---- build settings ------------------------------------------------------------------------------
 
 

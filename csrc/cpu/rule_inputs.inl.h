@@ -5,7 +5,10 @@
 // namespace.
 
 constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
-constexpr int min_of(int a, int b) { return a < b ? a : b; }
+template <class Int>
+constexpr Int min_of(Int a, Int b) {
+  return a < b ? a : b;
+}
 
 // Hands out pieces of one block of scratch memory; with a null block it only counts.
 struct ScratchCarver {
@@ -93,11 +96,64 @@ constexpr DType own_dtype() {
   return sizeof(Real) == 8 ? DType::kFloat64 : DType::kFloat32;
 }
 
+// Calls `visit` with the dtype of rows as a constant.
+template <class X, class Visit>
+DELTANET_INLINE void with_dtype(DType dtype, const Visit& visit) {
+  if constexpr (sizeof(typename X::Real) == 8) {
+    visit(std::integral_constant<DType, DType::kFloat64>{});
+  } else {
+    if (dtype == DType::kFloat32)
+      visit(std::integral_constant<DType, DType::kFloat32>{});
+    else if (dtype == DType::kBFloat16)
+      visit(std::integral_constant<DType, DType::kBFloat16>{});
+    else
+      visit(std::integral_constant<DType, DType::kFloat16>{});
+  }
+}
+
 // ---- rows in ------------------------------------------------------------------------------------
 
 inline void prefetch(const void* row, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(row) + at);
 }
+
+// Rows that are needed soon, asked for a few at a time between other work. In one burst half of the
+// requests are dropped, since a core keeps track of about twenty misses at once.
+class RowsAhead {
+ public:
+  // Rows [begin, end) of m, this many columns.
+  void add(const ConstMatrix& m, int begin, int end, int columns) {
+    const int64_t size = size_of(m.dtype);
+    if (begin < end && m.column_stride == 1)
+      blocks_[used_++] = {static_cast<const char*>(m.row(begin)), m.row_stride * size,
+                          columns * size, end - begin};
+    else if (begin < end && m.row_stride == 1)
+      blocks_[used_++] = {static_cast<const char*>(m.row(begin)), m.column_stride * size,
+                          (end - begin) * size, columns};
+    else
+      return;
+    runs_ += blocks_[used_ - 1].count;
+  }
+  // Spreads them over so many calls of step().
+  void spread(int steps) { runs_per_step_ = (runs_ + steps - 1) / steps; }
+  DELTANET_INLINE void step() {
+    for (int i = 0; i < runs_per_step_ && current_ < used_; ++i) {
+      Block& block = blocks_[current_];
+      // Into L2: rows a power of two apart meet in a few sets of L1.
+      for (int64_t at = 0; at < block.bytes; at += 64) __builtin_prefetch(block.next + at, 0, 2);
+      block.next += block.stride;
+      if (--block.count == 0) ++current_;
+    }
+  }
+
+ private:
+  struct Block {  // runs of neighboring bytes
+    const char* next;
+    int64_t stride, bytes;
+    int count;
+  } blocks_[3];
+  int used_ = 0, current_ = 0, runs_ = 0, runs_per_step_ = 0;
+};
 
 // rows and columns are multiples of the vector length; row_stride is 1.
 template <class X, DType kType>
@@ -160,16 +216,9 @@ template <class X>
 inline void pack_rows(const ConstMatrix& m, int rows, int columns, typename X::Real* to, int ld,
                       int padded_rows, int padded_columns) {
   using Real = typename X::Real;
-  if constexpr (sizeof(Real) == 8) {
-    pack_rows_as<X, DType::kFloat64>(m, rows, columns, to, ld);
-  } else {
-    if (m.dtype == DType::kFloat32)
-      pack_rows_as<X, DType::kFloat32>(m, rows, columns, to, ld);
-    else if (m.dtype == DType::kBFloat16)
-      pack_rows_as<X, DType::kBFloat16>(m, rows, columns, to, ld);
-    else
-      pack_rows_as<X, DType::kFloat16>(m, rows, columns, to, ld);
-  }
+  with_dtype<X>(m.dtype, [&](auto dtype) {
+    pack_rows_as<X, decltype(dtype)::value>(m, rows, columns, to, ld);
+  });
   if (columns < padded_columns)
     for (int r = 0; r < rows; ++r)
       std::memset(to + r * ld + columns, 0, sizeof(Real) * (padded_columns - columns));
@@ -180,31 +229,47 @@ inline void pack_rows(const ConstMatrix& m, int rows, int columns, typename X::R
 // ---- rows out -----------------------------------------------------------------------------------
 
 template <class X, DType kType>
+inline void store_row(const typename X::Real* from, void* row, int64_t column_stride, int columns) {
+  const int whole = column_stride == 1 ? columns / X::kLanes * X::kLanes : 0;
+  for (int c = 0; c < whole; c += X::kLanes) store_as<X, kType>(row, c, X::load(from + c));
+  for (int c = whole; c < columns; ++c) store_element(row, kType, c * column_stride, from[c]);
+}
+
+template <class X, DType kType>
 inline void store_rows_as(const typename X::Real* from, int ld, const Matrix& m, int rows,
                           int columns) {
-  const int whole = m.column_stride == 1 ? columns / X::kLanes * X::kLanes : 0;
-  for (int r = 0; r < rows; ++r) {
-    void* row = m.row(r);
-    for (int c = 0; c < whole; c += X::kLanes)
-      store_as<X, kType>(row, c, X::load(from + r * ld + c));
-    for (int c = whole; c < columns; ++c)
-      store_element(row, kType, c * m.column_stride, from[r * ld + c]);
+  for (int r = 0; r < rows; ++r)
+    store_row<X, kType>(from + r * ld, m.row(r), m.column_stride, columns);
+}
+
+// Past the caches: a plain store would first read every line. Rows are aligned and have no gaps;
+// `from` is used up.
+template <class X, DType kType>
+inline void stream_rows_as(typename X::Real* from, int ld, const Matrix& m, int rows, int columns) {
+  using Real = typename X::Real;
+  constexpr int kPerVector = X::kLanes * int(sizeof(Real)) / int(size_of(kType));
+  for (int r = 0; r < rows; ++r, from += ld) {
+    if constexpr (kType != own_dtype<Real>()) store_row<X, kType>(from, from, 1, columns);
+    for (int i = 0; i < columns / kPerVector; ++i)
+      X::stream(static_cast<Real*>(m.row(r)) + i * X::kLanes, X::load(from + i * X::kLanes));
+    const int64_t whole = int64_t(columns / kPerVector) * kPerVector * size_of(kType);
+    std::memcpy(static_cast<char*>(m.row(r)) + whole, reinterpret_cast<char*>(from) + whole,
+                size_t(columns * size_of(kType) - whole));
   }
 }
 
 template <class X>
 inline void store_rows(const typename X::Real* from, int ld, const Matrix& m, int rows,
                        int columns) {
-  if constexpr (sizeof(typename X::Real) == 8) {
-    store_rows_as<X, DType::kFloat64>(from, ld, m, rows, columns);
-  } else {
-    if (m.dtype == DType::kFloat32)
-      store_rows_as<X, DType::kFloat32>(from, ld, m, rows, columns);
-    else if (m.dtype == DType::kBFloat16)
-      store_rows_as<X, DType::kBFloat16>(from, ld, m, rows, columns);
-    else
-      store_rows_as<X, DType::kFloat16>(from, ld, m, rows, columns);
-  }
+  with_dtype<X>(m.dtype, [&](auto dtype) {
+    store_rows_as<X, decltype(dtype)::value>(from, ld, m, rows, columns);
+  });
+}
+template <class X>
+inline void stream_rows(typename X::Real* from, int ld, const Matrix& m, int rows, int columns) {
+  with_dtype<X>(m.dtype, [&](auto dtype) {
+    stream_rows_as<X, decltype(dtype)::value>(from, ld, m, rows, columns);
+  });
 }
 
 // ---- states -------------------------------------------------------------------------------------
