@@ -501,7 +501,7 @@ struct ChunkForward {
     if (p.output) {
       const Matrix to = head_rows(p.output, batch, t + first, head, task.column_begin);
       if (streams(p, to))
-        stream_rows<X>(s.O + first * kRow, kRow, to, end - first, columns);
+        store_rows<X, true>(s.O + first * kRow, kRow, to, end - first, columns);
       else
         store_rows<X>(s.O + first * kRow, kRow, to, end - first, columns);
     }

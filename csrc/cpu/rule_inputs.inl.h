@@ -96,21 +96,6 @@ constexpr DType own_dtype() {
   return sizeof(Real) == 8 ? DType::kFloat64 : DType::kFloat32;
 }
 
-// Calls `visit` with the dtype of rows as a constant.
-template <class X, class Visit>
-DELTANET_INLINE void with_dtype(DType dtype, const Visit& visit) {
-  if constexpr (sizeof(typename X::Real) == 8) {
-    visit(std::integral_constant<DType, DType::kFloat64>{});
-  } else {
-    if (dtype == DType::kFloat32)
-      visit(std::integral_constant<DType, DType::kFloat32>{});
-    else if (dtype == DType::kBFloat16)
-      visit(std::integral_constant<DType, DType::kBFloat16>{});
-    else
-      visit(std::integral_constant<DType, DType::kFloat16>{});
-  }
-}
-
 // ---- rows in ------------------------------------------------------------------------------------
 
 inline void prefetch(const void* row, int64_t bytes) {
@@ -216,9 +201,16 @@ template <class X>
 inline void pack_rows(const ConstMatrix& m, int rows, int columns, typename X::Real* to, int ld,
                       int padded_rows, int padded_columns) {
   using Real = typename X::Real;
-  with_dtype<X>(m.dtype, [&](auto dtype) {
-    pack_rows_as<X, decltype(dtype)::value>(m, rows, columns, to, ld);
-  });
+  if constexpr (sizeof(Real) == 8) {
+    pack_rows_as<X, DType::kFloat64>(m, rows, columns, to, ld);
+  } else {
+    if (m.dtype == DType::kFloat32)
+      pack_rows_as<X, DType::kFloat32>(m, rows, columns, to, ld);
+    else if (m.dtype == DType::kBFloat16)
+      pack_rows_as<X, DType::kBFloat16>(m, rows, columns, to, ld);
+    else
+      pack_rows_as<X, DType::kFloat16>(m, rows, columns, to, ld);
+  }
   if (columns < padded_columns)
     for (int r = 0; r < rows; ++r)
       std::memset(to + r * ld + columns, 0, sizeof(Real) * (padded_columns - columns));
@@ -235,41 +227,37 @@ inline void store_row(const typename X::Real* from, void* row, int64_t column_st
   for (int c = whole; c < columns; ++c) store_element(row, kType, c * column_stride, from[c]);
 }
 
-template <class X, DType kType>
-inline void store_rows_as(const typename X::Real* from, int ld, const Matrix& m, int rows,
-                          int columns) {
-  for (int r = 0; r < rows; ++r)
-    store_row<X, kType>(from + r * ld, m.row(r), m.column_stride, columns);
-}
-
-// Past the caches: a plain store would first read every line. Rows are aligned and have no gaps;
-// `from` is used up.
-template <class X, DType kType>
-inline void stream_rows_as(typename X::Real* from, int ld, const Matrix& m, int rows, int columns) {
+// kStream: past the caches, since a plain store would first read every line. Rows are aligned and
+// have no gaps then, and `from` is used up.
+template <class X, DType kType, bool kStream, class From>
+inline void store_rows_as(From* from, int ld, const Matrix& m, int rows, int columns) {
   using Real = typename X::Real;
-  constexpr int kPerVector = X::kLanes * int(sizeof(Real)) / int(size_of(kType));
   for (int r = 0; r < rows; ++r, from += ld) {
-    if constexpr (kType != own_dtype<Real>()) store_row<X, kType>(from, from, 1, columns);
-    for (int i = 0; i < columns / kPerVector; ++i)
-      X::stream(static_cast<Real*>(m.row(r)) + i * X::kLanes, X::load(from + i * X::kLanes));
-    const int64_t whole = int64_t(columns / kPerVector) * kPerVector * size_of(kType);
-    std::memcpy(static_cast<char*>(m.row(r)) + whole, reinterpret_cast<char*>(from) + whole,
-                size_t(columns * size_of(kType) - whole));
+    if constexpr (kStream) {
+      if constexpr (kType != own_dtype<Real>()) store_row<X, kType>(from, from, 1, columns);
+      constexpr int kPerVector = X::kLanes * int(sizeof(Real)) / int(size_of(kType));
+      Real* const row = static_cast<Real*>(m.row(r));
+      const int whole = columns / kPerVector * X::kLanes;
+      for (int i = 0; i < whole; i += X::kLanes) X::stream(row + i, X::load(from + i));
+      std::memcpy(row + whole, from + whole, size_t(columns % kPerVector) * size_t(size_of(kType)));
+    } else {
+      store_row<X, kType>(from, m.row(r), m.column_stride, columns);
+    }
   }
 }
 
-template <class X>
-inline void store_rows(const typename X::Real* from, int ld, const Matrix& m, int rows,
-                       int columns) {
-  with_dtype<X>(m.dtype, [&](auto dtype) {
-    store_rows_as<X, decltype(dtype)::value>(from, ld, m, rows, columns);
-  });
-}
-template <class X>
-inline void stream_rows(typename X::Real* from, int ld, const Matrix& m, int rows, int columns) {
-  with_dtype<X>(m.dtype, [&](auto dtype) {
-    stream_rows_as<X, decltype(dtype)::value>(from, ld, m, rows, columns);
-  });
+template <class X, bool kStream = false, class From>
+inline void store_rows(From* from, int ld, const Matrix& m, int rows, int columns) {
+  if constexpr (sizeof(typename X::Real) == 8) {
+    store_rows_as<X, DType::kFloat64, kStream>(from, ld, m, rows, columns);
+  } else {
+    if (m.dtype == DType::kFloat32)
+      store_rows_as<X, DType::kFloat32, kStream>(from, ld, m, rows, columns);
+    else if (m.dtype == DType::kBFloat16)
+      store_rows_as<X, DType::kBFloat16, kStream>(from, ld, m, rows, columns);
+    else
+      store_rows_as<X, DType::kFloat16, kStream>(from, ld, m, rows, columns);
+  }
 }
 
 // ---- states -------------------------------------------------------------------------------------
@@ -300,7 +288,7 @@ template <class X>
 inline void store_state(const typename X::Real* from, int ld, const Matrix& m, int rows,
                         int columns) {
   using Real = typename X::Real;
-  store_rows_as<X, own_dtype<Real>()>(from, ld, m, rows, columns);
+  store_rows_as<X, own_dtype<Real>(), false>(from, ld, m, rows, columns);
 }
 
 // ---- gates --------------------------------------------------------------------------------------
