@@ -261,8 +261,9 @@ struct ChunkBackward {
                                                  bool with_output) {
       constexpr int kMost = Base::kUpdateRows;
       int m = 0;
-      for (; m + kMost <= dim_k; m += kMost) adjoint_rows<kMost>(s, dS, column, m, with_output);
-      for (; m < dim_k; m += 2) adjoint_rows<2>(s, dS, column, m, with_output);
+      for (; m + kMost <= dim_k && dim_k - m != Base::kInHalves; m += kMost)
+        adjoint_rows<kMost>(s, dS, column, m, with_output);
+      for (; m < dim_k; m += 4) adjoint_rows<4>(s, dS, column, m, with_output);
     }
 
     // (18), (19) for columns of K: added to what other value heads and pieces left there, but for

@@ -244,6 +244,8 @@ struct ChunkForward {
     static constexpr int kColumns = kWidth * W;
     static constexpr int kRows = X::rows_for(kWidth);
     static constexpr int kUpdateRows = X::update_rows_for(kWidth);
+    // The last eight rows of a state as 4 + 4, not as 6 + 2: tiles of two wait for their own sums.
+    static constexpr int kInHalves = kUpdateRows == 6 ? 8 : 0;
     static_assert(C % kRows == 0);
     static_assert(!kBf16Products || (C % 2 == 0 && kRows % 2 == 0 && kUpdateRows % 2 == 0));
     using Registers = V[kRows][kWidth];
@@ -401,8 +403,6 @@ struct ChunkForward {
     static DELTANET_INLINE void update_state(const Scratch& s, Real* S, int dim_k) {
       const int rows = state_rows(dim_k);
       int m = 0;
-      // Eight rows as 4 + 4, not as 6 + 2: tiles of two rows wait for their own sums.
-      constexpr int kInHalves = kUpdateRows == 6 ? 8 : 0;
       for (; m + kUpdateRows <= rows && rows - m != kInHalves; m += kUpdateRows)
         update_rows<kUpdateRows>(s, S, m);
       for (; m + 4 <= rows; m += 4) update_rows<4>(s, S, m);
@@ -478,9 +478,12 @@ struct ChunkForward {
     ahead.add(head_rows(p.key, batch, t + C, task.key_head), share_begin, share_end, p.dim_k);
     if (p.query)
       ahead.add(head_rows(p.query, batch, t + C, task.key_head), share_begin, share_end, p.dim_k);
-    const int tiles = round_up(columns, kWidest * W) / (kWidest * W);
-    ahead.spread(tiles * (C / X::rows_for(kWidest)) * (p.output ? 2 : 1));
+    ahead.spread(row_tiles(columns) * (p.output ? 2 : 1));
     return ahead;
+  }
+  // Register tiles of C rows.
+  static int row_tiles(int columns) {
+    return round_up(columns, kWidest * W) / (kWidest * W) * (C / X::rows_for(kWidest));
   }
 
   // All column tiles of one value head, tokens t + first to t + end of the chunk that starts at t.

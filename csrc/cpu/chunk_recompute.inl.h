@@ -303,7 +303,7 @@ struct ChunkRecompute {
 #pragma GCC unroll 8
         for (int j = 0; j < kWidth; ++j)
           c[i][j] = X::mul(keep, X::load(from + (m + i) * kColumns + j * W));
-#pragma GCC unroll 32
+#pragma GCC unroll 4
       for (int t = 0; t < C; ++t) {
         V b[kWidth];
         Base::load_row(b, Nf + t * kRow);
@@ -323,8 +323,9 @@ struct ChunkRecompute {
                                                Real* to, int dim_k) {
       constexpr int kMost = Base::kUpdateRows;
       int m = 0;
-      for (; m + kMost <= dim_k; m += kMost) update_rows<kMost>(s, from, Nf, to, m);
-      for (; m < dim_k; m += 2) update_rows<2>(s, from, Nf, to, m);
+      for (; m + kMost <= dim_k && dim_k - m != Base::kInHalves; m += kMost)
+        update_rows<kMost>(s, from, Nf, to, m);
+      for (; m < dim_k; m += 4) update_rows<4>(s, from, Nf, to, m);
     }
   };
 
