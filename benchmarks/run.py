@@ -202,6 +202,9 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
             seconds = 2 if options.shapes else 3 if options.quick else 20
             for row in measure(case, dtype, seconds, peak, options.shapes):
                 rows.append(row | {"malloc": options.malloc})
+                best, share = row["ms_min"], row["share"]
+                note = f"    {row['contestant']}: {best:.3g} ms, {share:.0%} of peak"
+                print(note, file=sys.stderr, flush=True)
     return rows
 
 

@@ -21,10 +21,11 @@ constexpr int64_t kMaxStateBytes = 256 * 1024;
 // it is.
 constexpr int64_t kShortRun = 4;
 
-// How the heads and columns of every sequence are cut into tasks: no further than the workers need,
-// since tasks of one key head each compute its products and pack its rows (a tenth of the work for
-// 64 columns). No cut changes a bit: heads know nothing of each other, and a cut between columns
-// falls between two tiles of the widest kind, so that every tile stays what it was.
+// How many neighboring units of work (a sequence, a value head, column_granularity columns) form a
+// task: as many as possible while every worker has enough, since tasks of one key head each compute
+// its products and pack its rows (a tenth of the work for 64 columns). The units themselves depend
+// on shapes alone, and no grouping changes a bit: heads know nothing of each other, and units end
+// between two tiles of the widest kind.
 class RulePlan {
  public:
   RulePlan(const GatedDeltaRuleParams& p, int column_granularity, int workers)
