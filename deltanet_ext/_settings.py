@@ -23,11 +23,11 @@ __all__ = [
     "is_batch_invariant",
 ]
 
-_PRECISIONS = ("exact", "fast")
-_CPU_PRECISIONS = ("torch", "exact", "fast")
+_PRECISIONS = ("torch", "exact", "fast")
 
 _batch_invariant = False
-_precision = "exact"
+_precision = "torch"
+_told_fast = False  # what the listeners were told last
 _cpu_precision = "torch"
 _cpu_told = "never"  # what the library was told last: when it may multiply pairs of bf16
 
@@ -43,9 +43,27 @@ def _tell_the_library(batch_invariant: bool, fast: bool) -> None:
 _listeners: list[Callable[[bool, bool], None]] = [_tell_the_library]
 
 
+def _torch_is_fast_on_cuda() -> bool:
+    """Whether torch may round operands of fp32 products to bf16, whichever of its two ways said so.
+    (Its setting of the CUDA backend alone knows fp32 and TF32.)"""
+    backends: str = torch.backends.fp32_precision  # type: ignore[attr-defined]
+    if backends == "bf16":
+        return True
+    try:
+        return torch.get_float32_matmul_precision() == "medium"
+    except RuntimeError:  # set backend by backend, none of which can say so for CUDA
+        return False
+
+
+def _is_fast() -> bool:
+    return _precision == "fast" or (_precision == "torch" and _torch_is_fast_on_cuda())
+
+
 def _tell() -> None:
+    global _told_fast
+    _told_fast = _is_fast()
     for listener in _listeners:
-        listener(_batch_invariant, _precision == "fast")
+        listener(_batch_invariant, _told_fast)
 
 
 class batch_invariant:
@@ -85,15 +103,19 @@ class batch_invariant:
 
 
 class cuda_precision:
-    """How CUDA kernels round what the tensor cores multiply: "exact" (default) or "fast".
+    """How CUDA kernels round what tensor cores multiply: "torch" (default), "exact" or "fast".
 
     Tensor cores take bf16 or fp16. "exact" splits every operand in two or three of these, so that
     products are as good as in fp32: the output's error is that of rounding it to its dtype. "fast"
     splits only what cancels: relative errors of the output reach 2.5e-3 instead of 1.7e-3 for bf16,
     those of the state 2e-3 instead of 1e-5. Inputs in float32 are always computed exactly.
 
-    This is a switch of its own: `torch.set_float32_matmul_precision` and `allow_tf32` are about
-    matrix products of float32 tensors, and programs set them without thinking of a recurrent state
+    "torch" follows torch's own setting for matrix products: it is "fast" while that is to round
+    operands to bf16, `torch.set_float32_matmul_precision("medium")` or
+    `torch.backends.fp32_precision = "bf16"`, and "exact" otherwise: by default ("highest"), and for
+    "high", which means TF32 or two bf16 per number as "exact" has them. The setting is read at
+    each call of `chunk_gated_delta_rule`; a graph of torch.compile or torch.export uses what the
+    last call outside of it, or the last call of `cuda_precision`, found
     (docs/decisions/0014-cuda-library.md).
 
     Works as `torch.set_grad_enabled`: from the call on, or inside a `with` block.
@@ -102,13 +124,15 @@ class cuda_precision:
     ...     get_cuda_precision()
     'fast'
     >>> get_cuda_precision()
-    'exact'
+    'torch'
     """
 
     def __init__(self, precision: str) -> None:
         global _precision
         if precision not in _PRECISIONS:
-            raise ValueError(f"cuda_precision: {precision!r} is not known; supported: exact, fast")
+            raise ValueError(
+                f"cuda_precision: {precision!r} is not known; supported: torch, exact, fast"
+            )
         self._before = _precision
         _precision = precision
         _tell()
@@ -151,7 +175,7 @@ class cpu_precision:
 
     def __init__(self, precision: str) -> None:
         global _cpu_precision
-        if precision not in _CPU_PRECISIONS:
+        if precision not in _PRECISIONS:
             raise ValueError(
                 f"cpu_precision: {precision!r} is not known; supported: torch, exact, fast"
             )
@@ -184,7 +208,12 @@ def _tell_the_cpu() -> None:
 
 def follow_torch(query: object) -> None:
     """Before a call of the chunked rule outside of a trace: torch's setting may have changed."""
-    if _cpu_precision == "torch" and getattr(query, "dtype", None) is torch.bfloat16:
+    dtype = getattr(query, "dtype", None)
+    if getattr(query, "is_cuda", False):
+        follows = _precision == "torch" and dtype in (torch.bfloat16, torch.float16)
+        if follows and _is_fast() != _told_fast:
+            _tell()
+    elif _cpu_precision == "torch" and dtype is torch.bfloat16:
         _tell_the_cpu()
 
 
@@ -210,6 +239,6 @@ def get_cuda_precision() -> str:
     """What `cuda_precision` is set to.
 
     >>> get_cuda_precision()
-    'exact'
+    'torch'
     """
     return _precision

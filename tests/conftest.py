@@ -68,5 +68,5 @@ def _no_leftovers() -> Iterator[None]:
     yield
     assert deltanet_ext.cpu_isa() == isa, "the test left another instruction set forced"
     assert not deltanet_ext.is_batch_invariant(), "the test left batch invariance switched on"
-    assert deltanet_ext.get_cuda_precision() == "exact", "the test left another precision set"
+    assert deltanet_ext.get_cuda_precision() == "torch", "the test left another precision set"
     assert deltanet_ext.get_cpu_precision() == "torch", "the test left another precision set"

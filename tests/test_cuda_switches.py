@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import deltanet_ext
 import emulated
 from cases import Case, name_of, recurrence
 from closeness import assert_close, assert_same_bits, rmse_ratio
+from deltanet_ext import _settings
 
 if reason := emulated.why_not():
     pytest.skip(f"emulated CUDA operators: {reason}", allow_module_level=True)
@@ -81,6 +83,25 @@ def test_fast_and_exact_keep_their_bounds(dtype: torch.dtype) -> None:
     assert_close(fast_out, out, 2.5e-3, "fast output")
     assert_close(fast_state, state, 2e-3, "fast state")
     assert not torch.equal(fast_state, exact_state), "the switch does nothing"
+
+
+def test_the_kernels_follow_torch() -> None:
+    case = Case("precision", T=40, HK=1, HV=1, K=64, V=64, state=torch.float32)
+    args = case.inputs(torch.bfloat16)
+    exact_out, exact_state = CHUNK(**args)
+    with deltanet_ext.cuda_precision("fast"):
+        fast_out, fast_state = CHUNK(**args)
+    try:
+        torch.set_float32_matmul_precision("medium")
+        _settings.follow_torch(SimpleNamespace(dtype=torch.bfloat16, is_cuda=True))
+        out, state = CHUNK(**args)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        _settings.follow_torch(SimpleNamespace(dtype=torch.bfloat16, is_cuda=True))
+    assert not torch.equal(fast_state, exact_state)
+    assert_same_bits(out, fast_out, "output")
+    assert_same_bits(state, fast_state, "state")
+    assert_same_bits(CHUNK(**args)[0], exact_out, "output of the default")
 
 
 def test_float32_is_exact_either_way() -> None:

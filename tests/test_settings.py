@@ -33,18 +33,56 @@ def test_batch_invariance_is_off_until_asked_for(told):
 
 
 def test_precision_is_exact_until_asked_for(told):
-    assert deltanet_ext.get_cuda_precision() == "exact"
+    assert deltanet_ext.get_cuda_precision() == "torch"
     with deltanet_ext.cuda_precision("fast"):
         assert deltanet_ext.get_cuda_precision() == "fast"
-    assert deltanet_ext.get_cuda_precision() == "exact"
+    assert deltanet_ext.get_cuda_precision() == "torch"
     assert told == [(False, True), (False, False)]
+
+
+@pytest.fixture
+def torch_precision() -> Iterator[None]:
+    yield
+    torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+
+
+def on_cuda(dtype: torch.dtype) -> SimpleNamespace:
+    return SimpleNamespace(dtype=dtype, is_cuda=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_precision_on_cuda_follows_torch(told, torch_precision, dtype):
+    for level, fast in (("high", False), ("medium", True), ("medium", True), ("highest", False)):
+        torch.set_float32_matmul_precision(level)
+        _settings.follow_torch(on_cuda(dtype))
+        assert _settings._told_fast is fast, level
+    assert told == [(False, True), (False, False)]  # changes alone
+
+    torch.backends.fp32_precision = "bf16"
+    _settings.follow_torch(on_cuda(dtype))
+    assert told[-1] == (False, True)
+    torch.backends.fp32_precision = "tf32"  # torch's older switch cannot be read now
+    _settings.follow_torch(on_cuda(dtype))
+    assert told[-1] == (False, False)
+
+
+def test_what_torch_says_does_not_concern_other_calls(told, torch_precision):
+    torch.set_float32_matmul_precision("medium")
+    _settings.follow_torch(on_cuda(torch.float32))
+    _settings.follow_torch(torch.zeros(1, dtype=torch.float16))
+    assert told == []
+    with deltanet_ext.cuda_precision("exact"):
+        _settings.follow_torch(on_cuda(torch.bfloat16))
+        assert told == [(False, False)]
+    assert told == [(False, False), (False, True)]  # torch's again
 
 
 def test_a_call_alone_holds_until_the_next(told):
     deltanet_ext.batch_invariant(True)
     deltanet_ext.cuda_precision("fast")
     assert told[-1] == (True, True)
-    deltanet_ext.cuda_precision("exact")
+    deltanet_ext.cuda_precision("torch")
     deltanet_ext.batch_invariant(False)
     assert told[-1] == (False, False)
 
@@ -55,7 +93,7 @@ def test_a_block_that_fails_restores_too(told):
     with pytest.raises(KeyError), deltanet_ext.cuda_precision("fast"):
         raise KeyError
     assert not deltanet_ext.is_batch_invariant()
-    assert deltanet_ext.get_cuda_precision() == "exact"
+    assert deltanet_ext.get_cuda_precision() == "torch"
 
 
 @pytest.mark.parametrize("enabled", [1, None, "on"])
@@ -66,9 +104,9 @@ def test_batch_invariance_is_a_bool(enabled, told):
 
 
 @pytest.mark.parametrize("precision", ["high", "", None, True])
-def test_precision_has_two_names(precision, told):
+def test_precision_has_three_names(precision, told):
     with pytest.raises(
-        ValueError, match=r"cuda_precision: .* is not known; supported: exact, fast"
+        ValueError, match=r"cuda_precision: .* is not known; supported: torch, exact, fast"
     ):
         deltanet_ext.cuda_precision(precision)
     assert told == []
