@@ -195,7 +195,7 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     for case in SHAPES if options.shapes else (*CASES, *LAYER_CASES):
         if options.quick and not case.quick:
             continue
-        if options.only and options.only not in case.name:
+        if options.only and not any(part in case.name for part in options.only):
             continue
         for dtype in options.dtype:
             print(f"  {case} {dtype}", file=sys.stderr, flush=True)
@@ -213,8 +213,8 @@ def run_tuned(options: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
         command = [sys.executable, __file__, "--malloc", "tuned", "--rows", str(path)]
-        command += ["--threads", str(options.threads), "--only", options.only, "--dtype"]
-        command += [*options.dtype, *(["--quick"] if options.quick else [])]
+        command += ["--threads", str(options.threads), "--dtype", *options.dtype]
+        command += ["--only", *options.only, *(["--quick"] if options.quick else [])]
         subprocess.run(command, env=os.environ | TUNED, check=True)
         return json.loads(path.read_text())
 
@@ -264,7 +264,7 @@ def main() -> int:
     parser.add_argument("--shapes", action="store_true", help="every kind of shape, ours alone")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", nargs="*", default=[], help="parts of the names of cases")
     parser.add_argument("--malloc", choices=("both", "default", "tuned"), default="both")
     parser.add_argument("--out", help="file for the result (default: under benchmarks/results)")
     parser.add_argument("--rows", help=argparse.SUPPRESS)  # a child's answer to its parent

@@ -100,6 +100,28 @@ def test_empty_packed_sequences_keep_their_states(function: Rule, poison: None) 
         assert (state[n] == 0).all()
 
 
+@pytest.mark.parametrize("positive_gates", [False, True])
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf"), -3e38])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_no_initial_state_is_a_state_of_zeros(
+    dtype: torch.dtype, bad: float | None, positive_gates: bool, isa: str
+) -> None:
+    """Products with it are left out, but not what they make of a NaN or an infinity."""
+    case = Case("from zero", T=30, HK=1, HV=2, K=40, V=24, l2norm=False)
+    for token in (0, 9, 29):
+        args = case.inputs(dtype)
+        if bad is not None:
+            for name in ("query", "key"):
+                args[name][0, token, 0, 7] = bad
+        if positive_gates:
+            args["g"] = args["g"].abs() + 0.5
+        zeros = torch.zeros(1, 2, 40, 24, dtype=torch.float32)
+        out, state = deltanet_ext.chunk_gated_delta_rule(**{**args, "initial_state": None})
+        want = deltanet_ext.chunk_gated_delta_rule(**{**args, "initial_state": zeros})
+        assert_same_bits(out, want[0], f"output, {bad} at token {token}")
+        assert_same_bits(state, want[1], f"state, {bad} at token {token}")
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_beta_zero_only_decays(function: Rule) -> None:
     args = Case("beta 0", T=33, HK=1, HV=2, beta="0", g="zero", state=torch.float32).inputs()

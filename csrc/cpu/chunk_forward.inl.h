@@ -50,12 +50,14 @@ struct ChunkForward {
   };
 
   struct Scratch {
-    Real *K, *Q;       // [C, kRow]   rows of the current chunk
-    Real* Vin;         // [C, kRow]   v of the current chunk and value head
-    Real *KK, *QK;     // [C, C]      products of the current chunk, lower blocks only
-    Real *rk, *rq;     // [C]         reciprocal norms, or 1
-    Real *Vnew, *Vup;  // [C, widest tile]   V' and diag(update) V'
-    Real* O;           // [C, kRow]   o, which leaves a whole row at a time
+    Real *K, *Q;         // [C, kRow]   rows of the current chunk
+    Real* Vin;           // [C, kRow]   v of the current chunk and value head
+    Real *KK, *QK;       // [C, C]      products of the current chunk, lower blocks only
+    Real *rk, *rq;       // [C]         reciprocal norms, or 1
+    Real *k0, *q0;       // [C]         products of rows with zeros: 0, or NaN of a NaN or infinity
+    bool state_is_zero;  // there are no other products of rows with the state
+    Real *Vnew, *Vup;    // [C, widest tile]   V' and diag(update) V'
+    Real* O;             // [C, kRow]   o, which leaves a whole row at a time
     Gates* gates;
     Real* S;  // [heads][tiles][K, tile]  working states
     // Pairs of bf16, with kBf16Products only. Vup holds pairs of rows then: [C / 2, widest tile].
@@ -75,6 +77,9 @@ struct ChunkForward {
     s.QK = carver.take<Real>(C * C);
     s.rk = carver.take<Real>(C);
     s.rq = carver.take<Real>(C);
+    s.k0 = carver.take<Real>(C);
+    s.q0 = carver.take<Real>(C);
+    s.state_is_zero = false;
     s.Vnew = carver.take<Real>(C * kWidest * W);
     s.Vup = carver.take<Real>(C * kWidest * W);
     s.O = carver.take<Real>(C * kRow);
@@ -145,6 +150,15 @@ struct ChunkForward {
         sum = X::fma(x, x, sum);
       }
       s.rq[i] = reciprocal_norm(X::sum(sum));
+    }
+  }
+
+  // The first chunk of a sequence that has no initial state: two products of three are with zeros.
+  static DELTANET_NOINLINE void multiply_by_zero(const Real* rows, int dim, Real* out) {
+    for (int i = 0; i < C; ++i) {
+      V sum = X::zero();
+      for (int k = 0; k < dim; k += W) sum = X::fma(X::load(rows + i * kRow + k), X::zero(), sum);
+      out[i] = X::sum(sum);
     }
   }
 
@@ -246,6 +260,7 @@ struct ChunkForward {
     static constexpr int kUpdateRows = X::update_rows_for(kWidth);
     // The last eight rows of a state as 4 + 4, not as 6 + 2: tiles of two wait for their own sums.
     static constexpr int kInHalves = kUpdateRows == 6 ? 8 : 0;
+    static constexpr int kPerRow = kBf16Products ? 2 : 1;  // tokens
     static_assert(C % kRows == 0);
     static_assert(!kBf16Products || (C % 2 == 0 && kRows % 2 == 0 && kUpdateRows % 2 == 0));
     using Registers = V[kRows][kWidth];
@@ -284,6 +299,13 @@ struct ChunkForward {
       }
     }
 
+    static DELTANET_INLINE void rows_times_zero(Registers& c, const Real* products) {
+#pragma GCC unroll 32
+      for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 8
+        for (int j = 0; j < kWidth; ++j) c[i][j] = X::set1(products[i]);
+    }
+
     // c += sign * M[:, first .. first + count) V'[first .. first + count) for kRows rows of M
     template <bool kSubtract>
     static DELTANET_INLINE void add_row(Registers& c, const Real* M, const Real* Vnew, int k,
@@ -308,7 +330,10 @@ struct ChunkForward {
                                              int dim_k, int r0) {
       const Gates& gates = *s.gates;
       Registers c;
-      rows_times_state(c, kBf16Products ? s.K_pairs + r0 * kRow / 2 : s.K + r0 * kRow, S, dim_k);
+      if (s.state_is_zero)
+        rows_times_zero(c, s.k0 + r0);
+      else
+        rows_times_state(c, kBf16Products ? s.K_pairs + r0 * kRow / 2 : s.K + r0 * kRow, S, dim_k);
 #pragma GCC unroll 32
       for (int i = 0; i < kRows; ++i) {
         const V b = X::set1(gates.value[r0 + i]), decayed = X::set1(gates.key[r0 + i]);
@@ -354,7 +379,10 @@ struct ChunkForward {
                                          Real* o) {
       const Gates& gates = *s.gates;
       Registers c;
-      rows_times_state(c, kBf16Products ? s.Q_pairs + r0 * kRow / 2 : s.Q + r0 * kRow, S, dim_k);
+      if (s.state_is_zero)
+        rows_times_zero(c, s.q0 + r0);
+      else
+        rows_times_state(c, kBf16Products ? s.Q_pairs + r0 * kRow / 2 : s.Q + r0 * kRow, S, dim_k);
 #pragma GCC unroll 32
       for (int i = 0; i < kRows; ++i) {
         const V factor = X::set1(gates.query[r0 + i]);
@@ -372,9 +400,9 @@ struct ChunkForward {
         for (int j = 0; j < kWidth; ++j) X::store(o + i * kRow + j * W, c[i][j]);
     }
 
-    // (7) for state rows m to m + kCount
+    // (7) for state rows m to m + kCount, and the first `tokens` of the chunk, a multiple of kRows
     template <int kCount>
-    static DELTANET_INLINE void update_rows(const Scratch& s, Real* S, int m) {
+    static DELTANET_INLINE void update_rows(const Scratch& s, Real* S, int m, int tokens) {
       V c[kCount][kWidth];
       const V keep = X::set1(s.gates->keep);
 #pragma GCC unroll 32
@@ -383,8 +411,9 @@ struct ChunkForward {
         for (int j = 0; j < kWidth; ++j)
           c[i][j] = X::mul(keep, X::load(S + (m + i) * kColumns + j * W));
       const Real* K = kBf16Products ? s.K_tokens : s.K;
+      const int steps = tokens / kPerRow;
 #pragma GCC unroll 4
-      for (int t = 0; t < (kBf16Products ? C / 2 : C); ++t) {
+      for (int t = 0; t < steps; ++t) {
         V b[kWidth];
         load_row(b, s.Vup + t * kColumns);
 #pragma GCC unroll 32
@@ -400,15 +429,15 @@ struct ChunkForward {
         for (int j = 0; j < kWidth; ++j) X::store(S + (m + i) * kColumns + j * W, c[i][j]);
       if constexpr (kBf16Products) store_pairs<kCount>(pairs_of(s, S) + m / 2 * kColumns, c);
     }
-    static DELTANET_INLINE void update_state(const Scratch& s, Real* S, int dim_k) {
+    static DELTANET_INLINE void update_state(const Scratch& s, Real* S, int dim_k, int tokens) {
       const int rows = state_rows(dim_k);
       int m = 0;
       for (; m + kUpdateRows <= rows && rows - m != kInHalves; m += kUpdateRows)
-        update_rows<kUpdateRows>(s, S, m);
-      for (; m + 4 <= rows; m += 4) update_rows<4>(s, S, m);
-      for (; m + 2 <= rows; m += 2) update_rows<2>(s, S, m);
+        update_rows<kUpdateRows>(s, S, m, tokens);
+      for (; m + 4 <= rows; m += 4) update_rows<4>(s, S, m, tokens);
+      for (; m + 2 <= rows; m += 2) update_rows<2>(s, S, m, tokens);
       if constexpr (!kBf16Products)
-        for (; m < rows; ++m) update_rows<1>(s, S, m);
+        for (; m < rows; ++m) update_rows<1>(s, S, m, tokens);
     }
 
     // o: rows of Scratch::O from the tile's first column on, or null: no output is wanted.
@@ -420,16 +449,12 @@ struct ChunkForward {
         ahead.step();
         new_values(s, factor, v, dim_k, r);
       }
-      constexpr int kPerRow = kBf16Products ? 2 : 1;
-      if (rows < C)  // the state update always runs over the whole chunk
-        std::memset(s.Vup + rows / kPerRow * kColumns, 0,
-                    sizeof(Real) * (C - rows) / kPerRow * kColumns);
       if (o)
         for (int r = 0; r < rows; r += kRows) {
           ahead.step();
           output(s, factor, dim_k, r, o);
         }
-      update_state(s, S, dim_k);
+      update_state(s, S, dim_k, rows);
     }
   };
 
@@ -561,7 +586,7 @@ struct ChunkForward {
   static void run(const GatedDeltaRuleParams& p, const RuleTask& task, void* scratch) {
     const int heads = int(task.value_head_end - task.value_head_begin);
     const int columns = task.column_end - task.column_begin;
-    const Scratch s = carve(scratch, p.dim_k, heads, columns);
+    Scratch s = carve(scratch, p.dim_k, heads, columns);
     const size_t head_state_size = size_t(state_rows(p.dim_k)) * round_up(columns, W);
     const int64_t batch = p.sequence_batch(task.sequence);
     const int64_t begin = p.sequence_begin(task.sequence), end = p.sequence_end(task.sequence);
@@ -583,12 +608,18 @@ struct ChunkForward {
                      padded_k);
       multiply_keys(s, p.dim_k, round_up(count, X::kDotRows), bool(p.query), p.l2norm);
       if constexpr (kBf16Products) pair_rows(s, padded_k);
+      const bool from_zero = t == begin && !p.initial_state && !p.initial_state_is_identity;
+      if (from_zero) {
+        multiply_by_zero(s.K, padded_k, s.k0);
+        if (p.query) multiply_by_zero(s.Q, padded_k, s.q0);
+      }
       for (int r = 0; r < heads; ++r) {
         const int64_t head = task.value_head_begin + r;
         Real g[C], beta[C];
         load_gates<Real>(p, batch, t, head, count, g, beta);
         for (int first = 0, last; first < count; first = last) {
           last = end_of_chunk(g, first, count);
+          s.state_is_zero = from_zero && first == 0;
           make_gates(s, first, last, g, beta, Real(p.scale));
           RowsAhead ahead = rows_ahead(p, task, batch, t, end, r);
           run_head(p, task, s, batch, t, first, last, head, s.S + r * head_state_size, ahead);
