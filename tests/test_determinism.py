@@ -72,6 +72,24 @@ def test_outputs_that_no_cache_holds_have_the_same_bits(dtype: torch.dtype, isa:
         assert_same_results((out[n : n + 1], state[n : n + 1]), want, f"of sequence {n}")
 
 
+@pytest.mark.parametrize("dtype", dtypes(torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("channels", [64, 192, 200])
+def test_so_do_those_of_the_layer(channels: int, dtype: torch.dtype, isa: str) -> None:
+    rows = (8 << 20) // (channels * dtype.itemsize) + 70
+    x = torch.randn(rows, channels, dtype=dtype)
+    weight = torch.randn(channels, 4, dtype=dtype)
+    conv, norm = deltanet_ext.causal_conv1d_fn, deltanet_ext.gated_rms_norm
+    convolved = conv(x.T[None], weight, activation="silu")[0].T
+    normed = norm(x, x.flip(0), weight[:, 0])
+    assert convolved.numel() * dtype.itemsize > 8 << 20
+    for first in (3, rows // 2, rows - 40):
+        piece = slice(first, first + 40)
+        alone = conv(x[first - 3 : first + 40].T[None], weight, activation="silu")[0, :, 3:].T
+        assert_same_bits(convolved[piece], alone, f"convolution from row {first}")
+        alone = norm(x[piece].clone(), x.flip(0)[piece].clone(), weight[:, 0])
+        assert_same_bits(normed[piece], alone, f"norm from row {first}")
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("dtype", dtypes(torch.float32, torch.bfloat16))
 @pytest.mark.parametrize(

@@ -174,11 +174,13 @@ struct CausalConv1d {
     return kAll[width - 1];
   }
 
-  static DELTANET_NOINLINE void apply_silu(Real* z, int count, int padded) {
-    for (int t = 0; t < count; ++t)
+  static DELTANET_NOINLINE void apply_silu(Real* z, int count, int padded, RowsAhead& ahead) {
+    for (int t = 0; t < count; ++t) {
+      ahead.step();
 #pragma GCC unroll 2
       for (int c = 0; c < padded; c += X::kLanes)
         X::store(z + t * kRow + c, silu<X>(X::load(z + t * kRow + c)));
+    }
   }
 
   static void run(const CausalConv1dParams& p, const ConvTask& task, void* scratch) {
@@ -200,11 +202,16 @@ struct CausalConv1d {
       pack_rows<X>(token_rows(p.x, task.run.batch, task.channel_begin, t), count, task.channels,
                    s.rows + past * kRow, kRow, count, padded);
       convolve(s.taps, s.bias, s.rows + (past - (p.width - 1)) * kRow, count, padded, s.out);
-      if (p.silu) apply_silu(s.out, count, padded);
-      store_rows<X>(s.out, kRow, token_rows(p.output, task.run.batch, task.channel_begin, t), count,
-                    task.channels);
+      RowsAhead ahead;  // of the task that most likely follows
+      ahead.add(token_rows(p.x, task.run.batch, task.channel_begin + kConvChannels, t), 0, count,
+                min_of(kConvChannels, int(p.channels - task.channel_begin - kConvChannels)));
+      ahead.spread(count);
+      if (p.silu) apply_silu(s.out, count, padded, ahead);
+      write_rows<X>(s.out, kRow, token_rows(p.output, task.run.batch, task.channel_begin, t), count,
+                    task.channels, p.batch * p.tokens * p.channels);
       std::memmove(s.rows, s.rows + count * kRow, sizeof(Real) * past * kRow);
     }
+    X::finish_streams();
     if (task.end == task.run.end && p.final_states)
       store_few_rows<X>(s.rows, kRow,
                         token_rows(p.final_states, task.run.sequence, task.channel_begin, 0), past,

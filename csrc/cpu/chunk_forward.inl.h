@@ -476,15 +476,6 @@ struct ChunkForward {
   // ---- a whole task
   // -------------------------------------------------------------------------------
 
-  // An output that no cache holds is written past the caches, a whole row of a head at a time: a
-  // plain store would first read every line, and lines apart make memory open a page for each.
-  static bool streams(const GatedDeltaRuleParams& p, const Matrix& to) {
-    constexpr int64_t kLargeOutput = 8 << 20;
-    return p.batch * p.tokens * p.value_heads * p.dim_v * size_of(p.output.dtype) > kLargeOutput &&
-           to.column_stride == 1 && uintptr_t(to.data) % kScratchAlignment == 0 &&
-           to.row_stride * size_of(to.dtype) % int64_t(kScratchAlignment) == 0;
-  }
-
   // What is read after value head `r` of the chunk at t: v of the next one, and its share of the
   // next chunk's k and q.
   static RowsAhead rows_ahead(const GatedDeltaRuleParams& p, const RuleTask& task, int64_t batch,
@@ -528,10 +519,8 @@ struct ChunkForward {
     }
     if (p.output) {
       const Matrix to = head_rows(p.output, batch, t + first, head, task.column_begin);
-      if (streams(p, to))
-        store_rows<X, true>(s.O + first * kRow, kRow, to, end - first, columns);
-      else
-        store_rows<X>(s.O + first * kRow, kRow, to, end - first, columns);
+      write_rows<X>(s.O + first * kRow, kRow, to, end - first, columns,
+                    p.batch * p.tokens * p.value_heads * p.dim_v);
     }
   }
 

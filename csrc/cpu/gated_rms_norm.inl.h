@@ -104,8 +104,9 @@ struct GatedRmsNorm {
       const int count = int(end - row < together ? end - row : together);
       pack(p, row, count, s, padded);
       outputs(s, count, padded);
-      store_rows<X>(s.x, padded, rows_of(p.output, row), count, int(p.columns));
+      write_rows<X>(s.x, padded, rows_of(p.output, row), count, int(p.columns), p.rows * p.columns);
     }
+    X::finish_streams();
   }
 };
 

@@ -109,6 +109,7 @@ class RowsAhead {
   // Rows [begin, end) of m, this many columns.
   void add(const ConstMatrix& m, int begin, int end, int columns) {
     const int64_t size = size_of(m.dtype);
+    if (columns <= 0) return;
     if (begin < end && m.column_stride == 1)
       blocks_[used_++] = {static_cast<const char*>(m.row(begin)), m.row_stride * size,
                           columns * size, end - begin};
@@ -258,6 +259,22 @@ inline void store_rows(From* from, int ld, const Matrix& m, int rows, int column
     else
       store_rows_as<X, DType::kFloat16, kStream>(from, ld, m, rows, columns);
   }
+}
+
+// The same for a piece of an output of so many elements. One that no cache holds is written past
+// the caches, whole rows at a time: a plain store would first read every line, and lines apart make
+// memory open a page for each. `from` is used up; finish_streams has to follow.
+template <class X>
+inline void write_rows(typename X::Real* from, int ld, const Matrix& m, int rows, int columns,
+                       int64_t elements) {
+  constexpr int64_t kLargeOutput = 8 << 20;
+  constexpr int64_t kAlignment = int64_t(kScratchAlignment);
+  const int64_t size = size_of(m.dtype);
+  if (elements * size > kLargeOutput && m.column_stride == 1 &&
+      m.row_stride * size % kAlignment == 0 && uintptr_t(m.data) % kAlignment == 0)
+    store_rows<X, true>(from, ld, m, rows, columns);
+  else
+    store_rows<X>(from, ld, m, rows, columns);
 }
 
 // ---- states -------------------------------------------------------------------------------------
