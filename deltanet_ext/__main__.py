@@ -132,6 +132,8 @@ def main(arguments: list[str] | None = None) -> int:
         sizes["models"] = tuple(given.model)
     if given.dtype is not None:
         sizes["dtypes"] = tuple(given.dtype)
+    if given.hidden is not None and given.hidden % 8:
+        top.error(f"--hidden {given.hidden} is not a multiple of 8, as Qwen3-Next's experts need")
     return inference.main(models.Options(**sizes), given.json)
 
 

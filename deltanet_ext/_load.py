@@ -9,6 +9,7 @@ first call that needs a kernel then says what to do. No GPU is looked for here.
 from __future__ import annotations
 
 import importlib
+import os
 from types import ModuleType
 
 import torch  # noqa: F401  first: the libraries' undefined symbols live in libtorch
@@ -50,7 +51,13 @@ def _load() -> None:
     except ImportError as error:
         _why_missing = error
         return
-    _library.cpu_isa()  # a wrong DELTANET_CPU_ISA is a ValueError here, not at some later call
+    # Wrong settings are a ValueError here, not at some later call.
+    _library.cpu_isa()
+    kept = os.environ.get("DELTANET_KEEP_MB", "")
+    if kept and not (kept.isascii() and kept.isdigit() and int(kept) < 1 << 30):
+        raise ValueError(
+            f"DELTANET_KEEP_MB is {kept!r}; supported: a number of megabytes, 0 or more"
+        )
     _load_cuda(_library.build_info())
 
 

@@ -163,3 +163,10 @@ def test_info(capsys):
     text = capsys.readouterr().out
     for expected in ("torch", "transformers", "cpu kernels", ops.cpu_isa(), "threads"):
         assert expected in text
+
+
+def test_a_width_that_no_experts_can_have_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as exit:
+        command.main(["demo", "--hidden", "63"])
+    assert exit.value.code == 2
+    assert "--hidden 63 is not a multiple of 8" in capsys.readouterr().err

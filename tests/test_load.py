@@ -53,6 +53,13 @@ def test_a_wrong_variable_is_an_error_at_import(name: str) -> None:
     assert "scalar" in done.stderr
 
 
+@pytest.mark.parametrize("megabytes", ["abc", "-1", "1.5"])
+def test_so_is_a_wrong_amount_of_memory_to_keep(megabytes: str) -> None:
+    done = python("import deltanet_ext", DELTANET_KEEP_MB=megabytes)
+    assert done.returncode != 0
+    assert f"ValueError: DELTANET_KEEP_MB is '{megabytes}'; supported" in done.stderr
+
+
 WITHOUT_LIBRARY = """
 import sys
 sys.modules["deltanet_ext._C"] = None  # as if it were not there

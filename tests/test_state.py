@@ -122,6 +122,24 @@ def test_no_initial_state_is_a_state_of_zeros(
         assert_same_bits(state, want[1], f"state, {bad} at token {token}")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize("sizes", [(1e20, 1e20), (1e30, 1e10), (1e25, 1e14), (3e19, 3e38)])
+def test_a_norm_that_overflows_makes_its_row_zero(
+    sizes: tuple[float, float], dtype: torch.dtype, isa: str
+) -> None:
+    """x * rsqrt(inf) is 0, as token by token, in every product of the row."""
+    case = Case("overflow", T=30, HK=1, HV=2, K=40, V=24, l2norm=True, state=torch.float32)
+    for places in (("key", "key"), ("key", "query"), ("query", "query")):
+        args = case.inputs(dtype)
+        for name, token, size in zip(places, (3, 17), sizes, strict=True):
+            args[name][0, token] = size
+        out, state = deltanet_ext.chunk_gated_delta_rule(**args)
+        want = deltanet_ext.recurrent_gated_delta_rule(**args)
+        assert want[0].isfinite().all()
+        torch.testing.assert_close(out, want[0], rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(state, want[1], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_beta_zero_only_decays(function: Rule) -> None:
     args = Case("beta 0", T=33, HK=1, HV=2, beta="0", g="zero", state=torch.float32).inputs()

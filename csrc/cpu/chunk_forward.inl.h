@@ -131,14 +131,31 @@ struct ChunkForward {
     X::store_sums(out, C, c);
   }
 
-  static DELTANET_NOINLINE void multiply_keys(const Scratch& s, int dim_k, int rows,
-                                              bool with_query, bool l2norm) {
-    const int dim = round_up(dim_k, W);
+  static DELTANET_NOINLINE void multiply_rows(const Scratch& s, int dim, int rows,
+                                              bool with_query) {
     for (int i = 0; i < rows; i += X::kDotRows)
       for (int j = 0; j < i + X::kDotRows; j += 4) {
         dot_products(s.K + i * kRow, s.K + j * kRow, dim, s.KK + i * C + j);
         if (with_query) dot_products(s.Q + i * kRow, s.K + j * kRow, dim, s.QK + i * C + j);
       }
+  }
+
+  // A row whose norm overflows has the reciprocal norm 0: it is a row of zeros (or NaN, where it
+  // has an infinity). Later its infinite products could not be told from 0 times infinity. Whether
+  // there was one.
+  static bool clear_overflowing(Real* rows, const Real* reciprocal, int count, int dim) {
+    bool any = false;
+    for (int i = 0; i < count; ++i) {
+      if (reciprocal[i] != 0) continue;
+      any = true;
+      for (int k = 0; k < dim; ++k) rows[i * kRow + k] *= 0;
+    }
+    return any;
+  }
+
+  static void multiply_keys(const Scratch& s, int dim_k, int rows, bool with_query, bool l2norm) {
+    const int dim = round_up(dim_k, W);
+    multiply_rows(s, dim, rows, with_query);
     for (int i = 0; i < C; ++i) s.rk[i] = s.rq[i] = 1;
     if (!l2norm) return;
     for (int i = 0; i < rows; ++i) {
@@ -151,6 +168,9 @@ struct ChunkForward {
       }
       s.rq[i] = reciprocal_norm(X::sum(sum));
     }
+    bool overflowed = clear_overflowing(s.K, s.rk, rows, dim);
+    if (with_query) overflowed |= clear_overflowing(s.Q, s.rq, rows, dim);
+    if (overflowed) multiply_rows(s, dim, rows, with_query);
   }
 
   // The first chunk of a sequence that has no initial state: two products of three are with zeros.
