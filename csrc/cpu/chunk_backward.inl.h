@@ -422,8 +422,8 @@ struct ChunkBackward {
     if (wanted.gate) through = dot_of_states(S, dS, s.state);
     if (wanted.query || wanted.gate)  // (17a)
       rows_times_transposed_state(s, s.dO, S, dim_k, columns, gates.query, s.q_past);
-    if (wanted.from_outputs()) Recompute::lower_products(s.dO, s.N, columns, s.A);
-    if (wanted.from_values()) Recompute::lower_products(s.Z, s.N, columns, s.B);
+    if (wanted.from_outputs()) Forward::lower_products(s.dO, s.N, columns, C, s.A);
+    if (wanted.from_values()) Forward::lower_products(s.Z, s.N, columns, C, s.B);
     if (wanted.from_outputs() || wanted.from_values()) make_squares(s, Real(p.scale));
     Recompute::for_each_tile(columns, UpdateAdjoint{s, dS, dim_k, with_output});
     if (wanted.query || wanted.key)

@@ -131,13 +131,12 @@ struct ChunkForward {
     X::store_sums(out, C, c);
   }
 
-  static DELTANET_NOINLINE void multiply_rows(const Scratch& s, int dim, int rows,
-                                              bool with_query) {
+  // out_ij = a_i . b_j for j <= i < rows, in whole blocks
+  static DELTANET_NOINLINE void lower_products(const Real* a, const Real* b, int dim, int rows,
+                                               Real* out) {
     for (int i = 0; i < rows; i += X::kDotRows)
-      for (int j = 0; j < i + X::kDotRows; j += 4) {
-        dot_products(s.K + i * kRow, s.K + j * kRow, dim, s.KK + i * C + j);
-        if (with_query) dot_products(s.Q + i * kRow, s.K + j * kRow, dim, s.QK + i * C + j);
-      }
+      for (int j = 0; j < i + X::kDotRows; j += 4)
+        dot_products(a + i * kRow, b + j * kRow, dim, out + i * C + j);
   }
 
   // A row whose norm overflows has the reciprocal norm 0: it is a row of zeros (or NaN, where it
@@ -155,7 +154,8 @@ struct ChunkForward {
 
   static void multiply_keys(const Scratch& s, int dim_k, int rows, bool with_query, bool l2norm) {
     const int dim = round_up(dim_k, W);
-    multiply_rows(s, dim, rows, with_query);
+    lower_products(s.K, s.K, dim, rows, s.KK);
+    if (with_query) lower_products(s.Q, s.K, dim, rows, s.QK);
     for (int i = 0; i < C; ++i) s.rk[i] = s.rq[i] = 1;
     if (!l2norm) return;
     for (int i = 0; i < rows; ++i) {
@@ -170,7 +170,9 @@ struct ChunkForward {
     }
     bool overflowed = clear_overflowing(s.K, s.rk, rows, dim);
     if (with_query) overflowed |= clear_overflowing(s.Q, s.rq, rows, dim);
-    if (overflowed) multiply_rows(s, dim, rows, with_query);
+    if (!overflowed) return;
+    lower_products(s.K, s.K, dim, rows, s.KK);
+    if (with_query) lower_products(s.Q, s.K, dim, rows, s.QK);
   }
 
   // The first chunk of a sequence that has no initial state: two products of three are with zeros.

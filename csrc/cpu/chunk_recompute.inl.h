@@ -127,15 +127,6 @@ struct ChunkRecompute {
     }
   };
 
-  // ---- small products
-
-  // out_ij = a_i . b_j for j <= i, in whole blocks
-  static DELTANET_NOINLINE void lower_products(const Real* a, const Real* b, int dim, Real* out) {
-    for (int i = 0; i < C; i += X::kDotRows)
-      for (int j = 0; j < i + X::kDotRows; j += 4)
-        Forward::dot_products(a + i * kRow, b + j * kRow, dim, out + i * C + j);
-  }
-
   // ---- once per chunk
 
   // x <- x rsqrt(|x|^2 + eps), row by row
@@ -163,8 +154,8 @@ struct ChunkRecompute {
                    C, dim);
       normalize(at.K, at.rk, dim, p.l2norm);
       normalize(at.Q, at.rq, dim, p.l2norm);
-      lower_products(at.K, at.K, dim, at.KK);
-      lower_products(at.Q, at.K, dim, at.QK);
+      Forward::lower_products(at.K, at.K, dim, C, at.KK);
+      Forward::lower_products(at.Q, at.K, dim, C, at.QK);
     }
   }
 
