@@ -127,7 +127,7 @@ struct RecurrentForward {
   // What a token asks for ahead of time, while it reads and while it writes the state.
   //
   // A state in some cache: two pages ahead, since hardware prefetching stops at the end of each.
-  struct RowsAhead {
+  struct PagesAhead {
     static constexpr int kRows = 16;
     const Real *from, *next;  // this state, and that of the next head
     int64_t ld, row_bytes;
@@ -315,7 +315,7 @@ struct RecurrentForward {
                                          Real(p.scale), ahead);
         };
         if (!far)
-          token(std::false_type(), RowsAhead{from, next, from_ld, row_bytes, p.dim_k});
+          token(std::false_type(), PagesAhead{from, next, from_ld, row_bytes, p.dim_k});
         else if (stream)
           token(std::true_type(), HeadAhead{next, from_ld, row_bytes, p.dim_k});
         else
