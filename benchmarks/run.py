@@ -4,6 +4,7 @@
     python benchmarks/run.py              about ten minutes
     python benchmarks/run.py --quick      the main shapes, fewer rounds
     python benchmarks/run.py --shapes     every kind of shape, our operators alone
+    python benchmarks/run.py --peers      other engines as well (peers.py)
 
 All contestants run in one process on the same pinned cores, one call each per round, so that a
 disturbance meets all of them. The machine's peak is measured in every round as well. With one
@@ -107,7 +108,12 @@ def backward_of(function: Callable) -> Callable:
 
 
 def measure(
-    case: Any, dtype: str, seconds: float, peak: machine.Peak, ours_only: bool = False
+    case: Any,
+    dtype: str,
+    seconds: float,
+    peak: machine.Peak,
+    ours_only: bool = False,
+    with_peers: bool = False,
 ) -> list[dict[str, Any]]:
     """Rounds of one sample per contestant, until `seconds` have passed; at least five."""
     import torch
@@ -122,6 +128,11 @@ def measure(
     timed = contestants(case)
     if ours_only:
         timed = {OURS: timed[OURS]}
+    if with_peers:
+        from peers import peers
+
+        with torch.inference_mode():
+            timed |= peers(case, dtype, inputs, timed[OURS])
     for name, function in timed.items():
         function(**inputs)
         start = clock()
@@ -192,7 +203,8 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     torch.set_num_threads(options.threads)
     peak = machine.Peak(options.threads)
     rows = []
-    for case in SHAPES if options.shapes else (*CASES, *LAYER_CASES):
+    cases = SHAPES if options.shapes else CASES if options.peers else (*CASES, *LAYER_CASES)
+    for case in cases:
         if options.quick and not case.quick:
             continue
         if options.only and not any(part in case.name for part in options.only):
@@ -200,7 +212,7 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         for dtype in options.dtype:
             print(f"  {case} {dtype}", file=sys.stderr, flush=True)
             seconds = 2 if options.shapes else 3 if options.quick else 20
-            for row in measure(case, dtype, seconds, peak, options.shapes):
+            for row in measure(case, dtype, seconds, peak, options.shapes, options.peers):
                 rows.append(row | {"malloc": options.malloc})
                 best, share = row["ms_min"], row["share"]
                 note = f"    {row['contestant']}: {best:.3g} ms, {share:.0%} of peak"
@@ -215,6 +227,7 @@ def run_tuned(options: argparse.Namespace) -> list[dict[str, Any]]:
         command = [sys.executable, __file__, "--malloc", "tuned", "--rows", str(path)]
         command += ["--threads", str(options.threads), "--dtype", *options.dtype]
         command += ["--only", *options.only, *(["--quick"] if options.quick else [])]
+        command += ["--peers"] if options.peers else []
         subprocess.run(command, env=os.environ | TUNED, check=True)
         return json.loads(path.read_text())
 
@@ -243,12 +256,15 @@ def facts(options: argparse.Namespace, cores: list[int], load: tuple[float, ...]
 
 
 def show(result: dict[str, Any]) -> None:
-    from report import shape_rows, table_rows
+    from report import peer_rows, shape_rows, table_rows
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"best times in ms; {result['isa']}, {result['threads']} thread(s)")
-    header, *rows = shape_rows(result) if result["shapes"] else table_rows(result)
+    make_rows = (
+        shape_rows if result["shapes"] else peer_rows if result["peers"] else table_rows
+    )
+    header, *rows = make_rows(result)
     for i, name in enumerate(header):
         table.add_column(name, justify="right" if i > 1 else "left", no_wrap=True)
     for row in rows:
@@ -262,6 +278,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="main shapes, fewer rounds")
     parser.add_argument("--shapes", action="store_true", help="every kind of shape, ours alone")
+    parser.add_argument("--peers", action="store_true", help="other engines as well (peers.py)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     parser.add_argument("--only", nargs="*", default=[], help="parts of the names of cases")
@@ -288,10 +305,16 @@ def main() -> int:
         print("again, with a malloc that keeps its memory:", file=sys.stderr)
         rows += run_tuned(options)
 
-    result = facts(options, cores, load) | {"rows": rows, "shapes": options.shapes}
+    result = facts(options, cores, load)
+    if options.peers:
+        from peers import versions
+
+        result["versions"] = versions()
+    result |= {"rows": rows, "shapes": options.shapes, "peers": options.peers}
     show(result)
     day = result["date"][:10]
-    kind = ("-shapes" if options.shapes else "") + ("-quick" if options.quick else "")
+    kinds = [kind for kind in ("shapes", "peers", "quick") if getattr(options, kind)]
+    kind = "".join(f"-{kind}" for kind in kinds)
     name = f"{day}-{options.threads}t{kind}.json"
     path = Path(options.out or machine.HERE / "results" / machine.slug() / name)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -82,7 +82,7 @@ BUGS = {
     ),
     "windows_not_masked": (
         SCAN,
-        "if (gates.windows) mask_tokens(",
+        "if (gates.tokens.windows) mask_tokens(",
         "if (false) mask_tokens(",
         WRONG,
     ),

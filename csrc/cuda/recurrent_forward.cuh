@@ -19,6 +19,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <limits>
 
 #include "cuda/load.cuh"
 #include "cuda/rule_params.cuh"
@@ -66,6 +67,8 @@ __device__ __noinline__ inline void store_state_quad(void* data, DType dtype, in
                                                      float4 x) {
   store_quad(data, dtype, at, stride, count, quads, x);
 }
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Sum over the lanes with the same column quad.
 __device__ __forceinline__ float sum_over_row_groups(float x) {
@@ -259,6 +262,7 @@ class RecurrentBlock {
         }
       }
     }
+    if (kk == kInfinity || qq == kInfinity) mark_infinities(buffer, kk, qq);
     kk = sum_over_row_groups(kk);
     qq = sum_over_row_groups(qq);
     qk = sum_over_row_groups(qk);
@@ -278,6 +282,18 @@ class RecurrentBlock {
       *reinterpret_cast<float4*>(&shared_.dots[buffer][warp][0]) = make_float4(kk, qq, qk, 0.f);
   }
 
+  // A row whose norm overflows counts as zeros, one that has an infinity as NaN: its sum of squares
+  // is NaN from here on.
+  __device__ __forceinline__ void mark_infinities(int buffer, float& kk, float& qq) const {
+#pragma unroll 1
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const int quad = group_ + piece * Traits::kRowGroups;
+      const float4 k = shared_.k[buffer][quad], q = shared_.q[buffer][quad];
+      kk += 0.f * k.x + 0.f * k.y + 0.f * k.z + 0.f * k.w;
+      qq += 0.f * q.x + 0.f * q.y + 0.f * q.z + 0.f * q.w;
+    }
+  }
+
   __device__ __forceinline__ static float4 sum_over_warps(const float* x, int pitch) {
     float4 sum = *reinterpret_cast<const float4*>(x);
 #pragma unroll
@@ -291,9 +307,12 @@ class RecurrentBlock {
   __device__ __forceinline__ void update(const Sequence& s, int64_t t, int gates, int token,
                                          int buffer, const float4 (&k)[kPieces], float4 value) {
     const int quad = 4 * (int(threadIdx.x) % Traits::kColumnQuads);
-    const float4 x = sum_over_warps(&shared_.kS[buffer][0][quad], Traits::kColumns);
+    float4 x = sum_over_warps(&shared_.kS[buffer][0][quad], Traits::kColumns);
     const float4 dots = sum_over_warps(&shared_.dots[buffer][0][0], 4);
     const float rk = p_.l2norm ? reciprocal_norm(dots.x) : 1.f;
+    const float rq = p_.l2norm ? reciprocal_norm(dots.y) : 1.f;
+    if (rk == 0.f) x = make_float4(0.f, 0.f, 0.f, 0.f);  // it overflows, and x may be infinite
+    const float qk = rk == 0.f || rq == 0.f ? 0.f : dots.z;
     const float a = shared_.decay[gates][token], b = shared_.beta[gates][token];
     const float xs[4] = {x.x, x.y, x.z, x.w}, vs[4] = {value.x, value.y, value.z, value.w};
     float d[4];  // d / |k|: the update takes k as it came
@@ -301,15 +320,16 @@ class RecurrentBlock {
     for (int j = 0; j < 4; ++j) d[j] = rk * (b * fmaf(-a * rk, xs[j], vs[j]));
 
     if (p_.output.data && group_ == 0) {  // one row group writes
-      const float4 y = sum_over_warps(&shared_.qS[buffer][0][quad], Traits::kColumns);
-      const float factor = float(p_.scale) * (p_.l2norm ? reciprocal_norm(dots.y) : 1.f);
+      float4 y = sum_over_warps(&shared_.qS[buffer][0][quad], Traits::kColumns);
+      if (rq == 0.f) y = make_float4(0.f, 0.f, 0.f, 0.f);
+      const float factor = float(p_.scale) * rq;
       const auto& o = p_.output;
       store_quad(
           o.data, o.dtype,
           s.batch * o.stride[0] + t * o.stride[1] + head_ * o.stride[2] + column_ * o.stride[3],
           o.stride[3], columns_, quads_.output,
-          make_float4(factor * fmaf(dots.z, d[0], a * y.x), factor * fmaf(dots.z, d[1], a * y.y),
-                      factor * fmaf(dots.z, d[2], a * y.z), factor * fmaf(dots.z, d[3], a * y.w)));
+          make_float4(factor * fmaf(qk, d[0], a * y.x), factor * fmaf(qk, d[1], a * y.y),
+                      factor * fmaf(qk, d[2], a * y.z), factor * fmaf(qk, d[3], a * y.w)));
     }
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {

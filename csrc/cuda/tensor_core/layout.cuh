@@ -25,12 +25,23 @@ constexpr int kMostRolePairs = 2;  // warps of scan_roles that carry a state
 //                per column tile; absent when no output is computed)
 //   factors      fp32 per token, see Factor
 //   windows      a bit per token: a new window starts there
+//   overflowing  a bit per token: the norm of its key, or of its query, overflows
 //
 // Windows. Where the decay rises by more than e inside a chunk, which takes g > 0, terms that grow
 // like e^{G_i - G_j} would cancel in (I + L)^-1, while token by token nothing does. Such a chunk is
 // cut there: its windows are chunks of their own that share the tiles of one pass. G restarts in
 // each of them, T and P do not connect them, and scan_output runs over the chunk once per window. A
 // cut depends on the tokens before it only, so that later tokens do not touch earlier outputs.
+//
+// Overflow. A row whose norm overflows is a row of zeros once it is normalized. Its products with
+// other rows, and in scan_output with the state, may be infinite, which a factor of zero would not
+// mend: they are set to zero.
+struct alignas(16) TokenSets {
+  uint64_t windows;
+  uint64_t keys, queries;  // overflowing
+  uint64_t padding;
+};
+
 enum Factor {
   kDecayIn,   // e^{G_i} / |k_i|         of the rows of K S_0
   kDecayQ,    // e^{G_i}                 of the rows of Q S_0; the last of a window: of S_0 itself
@@ -45,12 +56,11 @@ struct Record {
   static constexpr int kPlaneBytes = LowerBlocks<kChunk>::kCount * 512;
   static constexpr int kPlanesOfP = 2;
   static constexpr int kFactorBytes = kFactors * kChunk * 4;
-  static constexpr int kWindowBytes = 16;  // uint64_t, and padding
   static constexpr __host__ __device__ int planes_of_T(Precision precision) {
     return precision == Precision::kExact ? 3 : 2;
   }
-  // Offsets: factors and windows first, then T, then P.
-  static constexpr int kBlocks = kFactorBytes + kWindowBytes;
+  // Offsets: factors and sets of tokens first, then T, then P.
+  static constexpr int kBlocks = kFactorBytes + int(sizeof(TokenSets));
   static constexpr __host__ __device__ int bytes(Precision precision, bool output) {
     const int planes = planes_of_T(precision) + (output ? kPlanesOfP : 0);
     return (kBlocks + planes * kPlaneBytes + 127) / 128 * 128;

@@ -53,6 +53,9 @@ struct PrepareTraits {
     alignas(16) double G[kChunk];
     alignas(16) int window[kChunk];  // the first token of each token's window
     uint64_t windows;                // where windows start
+    // Which norms overflow: tokens 0 to 31, and the others.
+    alignas(8) uint32_t keys_overflow[kChunk / 32];
+    alignas(8) uint32_t queries_overflow[kChunk / 32];
   };
 };
 
@@ -142,6 +145,57 @@ struct Prepare {
       for (int e = 0; e < 8; ++e) {
         const int i = row_of_lane + (e / 2 % 2) * 8, j = (e / 4) * 8 + pair * 2 + e % 2;
         if (i == j) shared.k_square[row * 16 + i] = kk[n][e / 4][e % 4];
+      }
+    }
+  }
+
+  // 1 / |x| of each row; 0 where the norm overflows. Whether one does. By the first kChunk threads,
+  // whole warps.
+  __device__ __forceinline__ bool make_norms(bool query) const {
+    float square = 0.f;
+    if (query)
+      for (int i = 0; i < kThreads / kChunk; ++i) square += shared.q_square[i][thread];
+    const float k = reciprocal_norm(shared.k_square[thread]), q = reciprocal_norm(square);
+    shared.k_norm[thread] = k;
+    shared.q_norm[thread] = q;
+    const uint32_t keys = __ballot_sync(0xffffffffu, k == 0.f);
+    const uint32_t queries = __ballot_sync(0xffffffffu, q == 0.f);
+    if (lane == 0) {
+      shared.keys_overflow[warp] = keys;
+      shared.queries_overflow[warp] = queries;
+    }
+    return (keys | queries) != 0;
+  }
+
+  // Of rows whose norm overflows: the norm of one that has an infinity becomes NaN, and products
+  // with the others 0, which could not be told from 0 times infinity later.
+  __device__ __forceinline__ void clear_overflowing(Products& qk, Products& kk) const {
+    static_assert(kThreads == 2 * kChunk, "a row for a thread: keys, then queries");
+    const int r = thread % kChunk;
+    float& norm = thread < kChunk ? shared.k_norm[r] : shared.q_norm[r];
+    if (norm == 0.f) {
+      const auto* tile = reinterpret_cast<const char*>(thread < kChunk ? shared.k : shared.q);
+      float sum = 0.f;
+#pragma unroll 1
+      for (int c = 0; c < kK; c += 2) {
+        const float2 pair = unpack<Element>(
+            *reinterpret_cast<const uint32_t*>(tile + Tile::offset(r, c / 8) + c % 8 * 2));
+        sum += pair.x * 0.f + pair.y * 0.f;
+      }
+      norm = sum;
+    }
+    __syncthreads();  // norms are complete
+#pragma unroll
+    for (int n = 0; n < kBlocksPerWarp; ++n) {
+      const int block = warp + n * kWarps;
+      if (block >= Blocks::kCount) break;
+      const int row = Blocks::row_of(block), column = block - Blocks::index(row, 0);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const int i = row * 16 + lane / 4 + (e / 2 % 2) * 8;
+        const int j = column * 16 + (e / 4) * 8 + lane % 4 * 2 + e % 2;
+        if (shared.k_norm[j] == 0.f || shared.k_norm[i] == 0.f) kk[n][e / 4][e % 4] = 0.f;
+        if (shared.k_norm[j] == 0.f || shared.q_norm[i] == 0.f) qk[n][e / 4][e % 4] = 0.f;
       }
     }
   }
@@ -289,8 +343,9 @@ struct Prepare {
     factor[kDecayOut * kChunk] = left * shared.k_norm[thread];
     factor[kOutScale * kChunk] = float(p.rule.scale) * shared.q_norm[thread];
     if (thread == 0)
-      *reinterpret_cast<ulonglong2*>(record + Record::kFactorBytes) =
-          make_ulonglong2(shared.windows, 0);
+      *reinterpret_cast<TokenSets*>(record + Record::kFactorBytes) = {
+          shared.windows, *reinterpret_cast<const uint64_t*>(shared.keys_overflow),
+          *reinterpret_cast<const uint64_t*>(shared.queries_overflow), 0};
   }
 
   // Tokens behind the last packed sequence belong to nobody: their output is zero. The block takes
@@ -337,13 +392,13 @@ struct Prepare {
     if (query && p.rule.l2norm) square_query();
     Products qk = {}, kk = {};
     multiply_keys(qk, kk, query);
-    __syncthreads();  // squares are here; q and k are used up
-    if (thread < kChunk) {
-      float square = 0.f;
-      if (query && p.rule.l2norm)
-        for (int i = 0; i < kThreads / kChunk; ++i) square += shared.q_square[i][thread];
-      shared.q_norm[thread] = p.rule.l2norm ? reciprocal_norm(square) : 1.f;
-      shared.k_norm[thread] = p.rule.l2norm ? reciprocal_norm(shared.k_square[thread]) : 1.f;
+    __syncthreads();  // squares are here, products are complete
+    if (p.rule.l2norm) {
+      const bool overflows = thread < kChunk && make_norms(query);
+      if (__syncthreads_or(overflows)) clear_overflowing(qk, kk);
+    } else if (thread < kChunk) {
+      shared.k_norm[thread] = shared.q_norm[thread] = 1.f;
+      if (lane == 0) shared.keys_overflow[warp] = shared.queries_overflow[warp] = 0;
     }
 
     for (int64_t head = first_head; head < first_head + heads; ++head) {

@@ -113,7 +113,7 @@ struct ScanTraits {
     unsigned char P[kPBytes];
     struct alignas(16) {
       float factor[kFactors][kChunk];
-      uint64_t windows, padding;
+      TokenSets tokens;
     } gates[2];
     // Which part of the call this block does. Here and not in registers: the chunk loop has none to
     // spare, and asks once per chunk.
@@ -461,6 +461,16 @@ struct ScanOutput {
       }
   }
 
+  // Rows of K S or Q S whose key or query has a norm that overflows.
+  __device__ __forceinline__ void clear_tokens(Values& x, uint64_t tokens) const {
+    const int pair = fresh_place().pair;
+#pragma unroll
+    for (int n = 0; n < C / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (tokens >> (n * 8 + pair * 2 + (e & 1)) & 1) x[n][e] = 0.f;
+  }
+
   // S <- keep S + (diag(out) K)^T V'; V' is used up
   __device__ __forceinline__ void update_state(State& S, Values& v_new, const float (&out)[C],
                                                float keep, const Element* keys) const {
@@ -594,9 +604,10 @@ struct ScanOutput {
   // o = diag(e^G) Q S, for the stored factors of the rows of S. S is split a second time, which
   // keeps x and o from being live together.
   __device__ __forceinline__ void query_state(Values& o, const State& S, const Element* queries,
-                                              const float (&decay)[C],
+                                              uint64_t overflowing, const float (&decay)[C],
                                               const float (&unscale)[2]) const {
     multiply_state<true>(o, S, queries);
+    if (overflowing) clear_tokens(o, overflowing);
     const int pair = fresh_place().pair;
 #pragma unroll
     for (int n = 0; n < C / 8; ++n) {
@@ -664,26 +675,27 @@ struct ScanOutput {
       scale_state(S);
       Values x = {};
       multiply_state<false>(x, S, s.k[chunk & 1]);
+      if (gates.tokens.keys) clear_tokens(x, gates.tokens.keys);
 
       cp_async_wait<1>();
       __syncthreads();  // v, T, P are here
       subtract_from_values(x, gates.factor[kDecayIn], s.columns[0].v[0]);
-      if (gates.windows) mask_tokens(x, first, end_of_window(gates.windows, first));
+      if (gates.tokens.windows) mask_tokens(x, first, end_of_window(gates.tokens.windows, first));
       Values v_new = {};  // V'^T = X^T (T diag(b))^T
       multiply_lower<Traits::kTTerms, Traits::kTTerms>(v_new, x, s.T[0]);
       // Nothing of the output stands before V', so the chain from state to state is short.
       if (p.rule.output.data && !p.making_maps) {
         const auto [columns, lane, row, pair] = fresh_place();
         Values o = {};
-        query_state(o, S, s.q[0], gates.factor[kDecayQ],
+        query_state(o, S, s.q[0], gates.tokens.queries, gates.factor[kDecayQ],
                     {row_unscale(columns, lane, 0), row_unscale(columns, lane, 1)});
         add_scores(o, v_new);
-        store_output(chunk, o, gates.factor[kOutScale], first, end_of_window(gates.windows, first),
+        store_output(chunk, o, gates.factor[kOutScale], first, end_of_window(gates.tokens.windows, first),
                      s.columns[fresh_place().columns].v[0]);
       }
 
       __syncthreads();  // q, v, T, P are free
-      const int last = end_of_window(gates.windows, first);
+      const int last = end_of_window(gates.tokens.windows, first);
       const bool done = last == C;
       if (done && chunk + 1 < work.behind) load_q(chunk + 1);
       cp_async_commit();

@@ -93,11 +93,12 @@ struct ScanRoles : ScanOutput<Traits> {
       }
       Values x = {};
       this->template multiply_state<false>(x, S, s.k[chunk & 1]);
+      if (gates.tokens.keys) this->clear_tokens(x, gates.tokens.keys);
 
       meet();  // B
       this->subtract_from_values(x, gates.factor[kDecayIn], s.columns[0].v[stage]);
-      const int last = Base::end_of_window(gates.windows, first);
-      if (gates.windows) this->mask_tokens(x, first, last);
+      const int last = Base::end_of_window(gates.tokens.windows, first);
+      if (gates.tokens.windows) this->mask_tokens(x, first, last);
       Values v_new = {};
       this->template multiply_lower<Traits::kTTerms, Traits::kTTerms>(v_new, x, s.T[stage]);
       {
@@ -121,7 +122,7 @@ struct ScanRoles : ScanOutput<Traits> {
     take(v_new, lane, handover[columns].values);
     this->add_scores(o, v_new);
     this->store_output(chunk, o, gates.factor[kOutScale], first,
-                       Base::end_of_window(gates.windows, first), handover[columns].staging);
+                       Base::end_of_window(gates.tokens.windows, first), handover[columns].staging);
   }
 
   __device__ __forceinline__ void run_output() const {
@@ -163,8 +164,8 @@ struct ScanRoles : ScanOutput<Traits> {
         State S;
         take(S, lane, from.state);
         Values fresh = {};
-        this->query_state(fresh, S, s.q[Base::stage_of(chunk)], gates.factor[kDecayQ],
-                          {from.unscale[0][lane], from.unscale[1][lane]});
+        this->query_state(fresh, S, s.q[Base::stage_of(chunk)], gates.tokens.queries,
+                          gates.factor[kDecayQ], {from.unscale[0][lane], from.unscale[1][lane]});
 #pragma unroll
         for (int n = 0; n < C / 8; ++n)
 #pragma unroll
@@ -172,7 +173,7 @@ struct ScanRoles : ScanOutput<Traits> {
       }
       before = chunk;
       first_before = first;
-      const int last = Base::end_of_window(gates.windows, first);
+      const int last = Base::end_of_window(gates.tokens.windows, first);
       first = last == C ? 0 : last;
       chunk += last == C;
     }
