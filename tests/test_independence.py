@@ -194,3 +194,32 @@ def test_nan_is_passed_on(function: Callable[..., Any]) -> None:
     assert got[:, 20:, 1].isnan().all()
     assert state[:, 1].isnan().all()
     assert_same_bits(got[:, :, 0], out[:, :, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=name_of)
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(33, 1, 4, 128, 128), (34, 2, 6, 101, 96), (29, 3, 3, 128, 144), (34, 2, 4, 102, 120)],
+    ids=str,
+)
+def test_a_step_of_many_states_has_the_bits_of_each_alone(
+    sizes: tuple[int, ...], packed: bool, dtype: torch.dtype, isa: str
+) -> None:
+    """States that no cache holds are written while the next one is read. Rows of 120 numbers are
+    not whole lines, and take the other way."""
+    B, HK, HV, K, V = sizes
+    case = Case("step", B=B, T=1, HK=HK, HV=HV, K=K, V=V, state=torch.float32)
+    args = case.inputs(dtype)
+    rule = deltanet_ext.recurrent_gated_delta_rule
+    if packed:
+        together = {n: x.transpose(0, 1) if n in PER_TOKEN else x for n, x in args.items()}
+        out, states = rule(**together, cu_seqlens=torch.arange(B + 1))
+        out = out.transpose(0, 1)
+    else:
+        out, states = rule(**args)
+    for n in range(B):
+        alone = {m: x[n : n + 1] if isinstance(x, torch.Tensor) else x for m, x in args.items()}
+        want, state = rule(**alone)
+        assert_same_bits(out[n : n + 1], want, f"output of sequence {n}")
+        assert_same_bits(states[n : n + 1], state, f"state of sequence {n}")

@@ -21,6 +21,10 @@ constexpr int64_t kMaxStateBytes = 256 * 1024;
 // it is.
 constexpr int64_t kShortRun = 4;
 
+// Tasks that the token-by-token kernel is given at once: of the first and the last state of them
+// one sweep has nothing to overlap with.
+constexpr int64_t kTasksTogether = 32;
+
 // How many neighboring units of work (a sequence, a value head, column_granularity columns) form a
 // task: as many as possible while every worker has enough, since tasks of one key head each compute
 // its products and pack its rows (a tenth of the work for 64 columns). The units themselves depend
@@ -128,7 +132,7 @@ void chunk_forward(const GatedDeltaRuleParams& p, const Parallel& parallel) {
     const RuleTask task = plan.task(i);
     const int64_t tokens = p.sequence_end(task.sequence) - p.sequence_begin(task.sequence);
     if (may_be_short && tokens <= kShortRun)
-      kernels.recurrent_forward(p, task, mine);
+      kernels.recurrent_forward(p, &task, 1, mine);
     else
       chunk(p, task, mine);
   });
@@ -138,10 +142,18 @@ void chunk_forward(const GatedDeltaRuleParams& p, const Parallel& parallel) {
 
 void recurrent_forward(const GatedDeltaRuleParams& p, const Parallel& parallel) {
   const Kernels& kernels = kernels_for(p);
-  const RulePlan plan(p, kernels.column_granularity, workers_for(multiply_adds(p), parallel));
-  run_tasks(plan.tasks(), multiply_adds(p),
+  const int workers = workers_for(multiply_adds(p), parallel);
+  const RulePlan plan(p, kernels.column_granularity, workers);
+  const int64_t tasks = plan.tasks();
+  const int64_t together = std::clamp<int64_t>((tasks + workers - 1) / workers, 1, kTasksTogether);
+  run_tasks((tasks + together - 1) / together, multiply_adds(p),
             kernels.recurrent_scratch_bytes(p, plan.columns_per_task()), parallel,
-            [&](int64_t i, void* mine) { kernels.recurrent_forward(p, plan.task(i), mine); });
+            [&](int64_t i, void* mine) {
+              RuleTask some[kTasksTogether];
+              const int64_t first = i * together, count = std::min(together, tasks - first);
+              for (int64_t j = 0; j < count; ++j) some[j] = plan.task(first + j);
+              kernels.recurrent_forward(p, some, int(count), mine);
+            });
   clear_tail(p);
   clear_unused_states(p);
 }

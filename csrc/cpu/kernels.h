@@ -56,9 +56,10 @@ struct Kernels {
   size_t (*chunk_scratch_bytes)(const GatedDeltaRuleParams&, int value_heads, int columns);
   void (*chunk_forward)(const GatedDeltaRuleParams&, const RuleTask&, void* scratch);
 
-  // The rule token by token, equation (1).
+  // The rule token by token, equation (1), for some tasks: neighbors overlap in time.
   size_t (*recurrent_scratch_bytes)(const GatedDeltaRuleParams&, int columns);
-  void (*recurrent_forward)(const GatedDeltaRuleParams&, const RuleTask&, void* scratch);
+  void (*recurrent_forward)(const GatedDeltaRuleParams&, const RuleTask* tasks, int count,
+                            void* scratch);
 
   // Gradients of both, equations (9) to (28): begin; for every segment from the last to the first
   // run_segment for each task of a key head, then store_segment for all of them together; end.

@@ -12,6 +12,8 @@
 // Memory:      a token or two: the first reads the initial state where it lies and writes the final
 //              state, which is then updated in place, 2 K V elements per token and head. More: the
 //              state is cut into tiles of columns, and each stays in L1 for a block of tokens.
+//              One token and states in memory: a head is written while the next one is read, row by
+//              row, so that memory reads and writes at the same time.
 //
 // Included inside an ISA namespace, after a vector type X.
 
@@ -30,6 +32,7 @@ struct RecurrentForward {
     Real *k, *q, *v, *o;  // [kBlock, kRow]  tokens, zero-padded; k and q normalized
     Real *a, *b, *kq;     // [kBlock]  their decay, beta, k . q
     Real *x, *y;          // [kRow]  S^T k, then d; S^T q
+    Real *xs, *ys;        // [kRow]  the same over kStateRows rows
     Real* S;  // [K, columns] where the final state cannot hold it; or [tiles, K, kTileColumns]
     size_t bytes;
   };
@@ -45,12 +48,14 @@ struct RecurrentForward {
     s.kq = carver.take<Real>(kBlock);
     s.x = carver.take<Real>(kRow);
     s.y = carver.take<Real>(kRow);
+    s.xs = carver.take<Real>(kRow);
+    s.ys = carver.take<Real>(kRow);
     s.S = carver.take<Real>(size_t(dim_k) * round_up(columns, kTileColumns));
     s.bytes = carver.used;
     return s;
   }
   static size_t scratch_bytes(const GatedDeltaRuleParams& p, int columns) {
-    return carve(nullptr, p.dim_k, columns).bytes;
+    return carve(nullptr, p.dim_k, columns).bytes + carve(nullptr, 0, columns).bytes;
   }
 
   template <bool kPartial>
@@ -88,6 +93,29 @@ struct RecurrentForward {
 #pragma GCC unroll 4
     for (int c = 0; c < whole; c += W) read_entry<kRows, false>(S + c, ld, k, q, x + c, y + c, W);
     if (lanes) read_entry<kRows, true>(S + whole, ld, k, q, x + whole, y + whole, lanes);
+  }
+
+  // One row of S at a time, in the sums' order of read_rows<R>: row i of R neighbors.
+  enum class Part { kFirst, kMiddle, kLast };
+  template <Part kPart>
+  static DELTANET_INLINE void read_row(const Scratch& s, const Real* S, int row, int columns) {
+    const V k = X::set1(s.k[row]), q = X::set1(s.q[row]);
+    Real *const x = s.x, *const y = s.y, *const xs = s.xs, *const ys = s.ys;
+    const auto entry = [&](V e, int c) {
+      const V kS = kPart == Part::kFirst ? X::mul(k, e) : X::fma(k, e, X::load(xs + c));
+      const V qS = kPart == Part::kFirst ? X::mul(q, e) : X::fma(q, e, X::load(ys + c));
+      if (kPart == Part::kLast) {
+        X::store(x + c, X::add(X::load(x + c), kS));
+        X::store(y + c, X::add(X::load(y + c), qS));
+      } else {
+        X::store(xs + c, kS);
+        X::store(ys + c, qS);
+      }
+    };
+    const int whole = columns / W * W, lanes = columns - whole;
+#pragma GCC unroll 4
+    for (int c = 0; c < whole; c += W) entry(X::load(S + c), c);
+    if (lanes) entry(X::load_partial(S + whole, lanes), whole);
   }
 
   // to = a from + k d^T for kRows rows
@@ -138,7 +166,7 @@ struct RecurrentForward {
     }
     DELTANET_INLINE void writing(int, int) const {}
   };
-  // A state in memory: a head ahead, one half of it in each sweep.
+  // A state in memory, and more tokens than one: a head ahead, one half of it in each sweep.
   struct HeadAhead {
     const Real* next;
     int64_t ld, row_bytes;
@@ -165,17 +193,27 @@ struct RecurrentForward {
     DELTANET_INLINE void writing(int, int) const {}
   };
 
+  // From both products with the old state: d, in place of the first, and the output.
+  static DELTANET_INLINE void finish_sums(const Scratch& s, int token, int column, int columns,
+                                          Real scale) {
+    const Real* const v = s.v + token * kRow + column;
+    Real* const o = s.o + token * kRow + column;
+    const V decay = X::set1(s.a[token]), beta = X::set1(s.b[token]), kq = X::set1(s.kq[token]);
+    for (int c = 0; c < columns; c += W) {
+      const V d = X::mul(beta, X::fnma(decay, X::load(s.x + c), X::load(v + c)));
+      X::store(o + c, X::mul(X::set1(scale), X::fma(kq, d, X::mul(decay, X::load(s.y + c)))));
+      X::store(s.x + c, d);
+    }
+  }
+
   // One token, for some columns. Reads the state `from` and writes the state `to`, which may be the
   // same, or null: not wanted. Both sweeps run through memory row by row, the second one backwards,
-  // so that it finds the rows that were read last in L1. With kStream the state is written past the
-  // caches, which saves reading lines only to overwrite them.
-  template <bool kStream, class Ahead>
+  // so that it finds the rows that were read last in L1.
+  template <class Ahead>
   static DELTANET_NOINLINE void step(const Scratch& s, int token, int column, int columns,
                                      const Real* from, int64_t from_ld, Real* to, int64_t to_ld,
                                      int dim_k, Real scale, const Ahead& ahead) {
     constexpr int R = X::kStateRows;
-    const Real* const v = s.v + token * kRow + column;
-    Real* const o = s.o + token * kRow + column;
     std::memset(s.x, 0, sizeof(Real) * round_up(columns, W));
     std::memset(s.y, 0, sizeof(Real) * round_up(columns, W));
     int row = 0;
@@ -185,27 +223,65 @@ struct RecurrentForward {
     }
     for (; row < dim_k; ++row) read_rows<1>(s, token, from, from_ld, row, columns);
 
-    const V decay = X::set1(s.a[token]), beta = X::set1(s.b[token]), kq = X::set1(s.kq[token]);
-    for (int c = 0; c < columns; c += W) {
-      const V d = X::mul(beta, X::fnma(decay, X::load(s.x + c), X::load(v + c)));
-      X::store(o + c, X::mul(X::set1(scale), X::fma(kq, d, X::mul(decay, X::load(s.y + c)))));
-      X::store(s.x + c, d);
-    }
+    finish_sums(s, token, column, columns, scale);
     if (!to) return;
+    const V decay = X::set1(s.a[token]);
     while (row % R != 0)
-      write_rows<1, kStream>(s, token, from, from_ld, to, to_ld, --row, decay, columns);
+      write_rows<1, false>(s, token, from, from_ld, to, to_ld, --row, decay, columns);
     while (row > 0) {
       row -= R;
       ahead.writing(row, R);
-      write_rows<R, kStream>(s, token, from, from_ld, to, to_ld, row, decay, columns);
+      write_rows<R, false>(s, token, from, from_ld, to, to_ld, row, decay, columns);
     }
+  }
+
+  // A head whose new state has not been written yet.
+  struct Unwritten {
+    Scratch s;         // its k, d and decay
+    const Real* from;  // null: there is none
+    int64_t from_ld;
+    Real* to;
+    int64_t to_ld;
+  };
+  // One token: reads the state `from`, and meanwhile writes that of the head before, past the
+  // caches, row by row. Two streams of neighboring lines are what hardware prefetching knows best:
+  // R rows at a time take nearly twice as long.
+  static DELTANET_NOINLINE void read_and_write(const Scratch& s, const Real* from, int64_t from_ld,
+                                               const PagesAhead& ahead, const Unwritten& before,
+                                               int dim_k, int columns) {
+    constexpr int R = X::kStateRows;
+    const V decay = X::set1(before.from ? before.s.a[0] : Real(0));
+    std::memset(s.x, 0, sizeof(Real) * round_up(columns, W));
+    std::memset(s.y, 0, sizeof(Real) * round_up(columns, W));
+    const int whole = dim_k / R * R;
+    for (int row = 0; row < dim_k; ++row) {
+      ahead.reading(row, 1);
+      const Real* const S = from + row * from_ld;
+      if (R == 1 || row >= whole)
+        read_rows<1>(s, 0, from, from_ld, row, columns);
+      else if (row % R == 0)
+        read_row<Part::kFirst>(s, S, row, columns);
+      else if (row % R == R - 1)
+        read_row<Part::kLast>(s, S, row, columns);
+      else
+        read_row<Part::kMiddle>(s, S, row, columns);
+      if (before.from) write_row(before, row, decay, columns);
+    }
+  }
+  static DELTANET_INLINE void write_row(const Unwritten& head, int row, V decay, int columns) {
+    write_rows<1, true>(head.s, 0, head.from, head.from_ld, head.to, head.to_ld, row, decay,
+                        columns);
+  }
+  static DELTANET_NOINLINE void write(const Unwritten& head, int dim_k, int columns) {
+    const V decay = X::set1(head.s.a[0]);
+    for (int row = 0; row < dim_k; ++row) write_row(head, row, decay, columns);
   }
 
   // Twice: both the old and the new states. Half of a large L3, which others use as well: with 32
   // MB of it, states of 12 to 31 MB took 12.2 us each where those beyond, asked for early and
   // written past the caches, took 9.5.
   static bool states_exceed_caches(const GatedDeltaRuleParams& p) {
-    constexpr int64_t kLargestCache = 16 << 20;
+    constexpr int64_t kLargestCache = 12 << 20;
     return 2 * int64_t(sizeof(Real)) * p.sequences * p.value_heads * p.dim_k * p.dim_v >
            kLargestCache;
   }
@@ -233,16 +309,14 @@ struct RecurrentForward {
       return head_state(states, at, head, task.column_begin + column);
     }
 
-    // Tokens t to t + count, into scratch.
-    void prepare(int64_t t, int count) const {
+    // Tokens t to t + count, into scratch: what all value heads of the key head share, and the
+    // rest.
+    void prepare_keys(int64_t t, int count) const {
       const int padded_k = round_up(p.dim_k, W);
       pack_rows<X>(head_rows(p.key, batch, t, task.key_head), count, p.dim_k, s.k, kRow, count,
                    padded_k);
       pack_rows<X>(head_rows(p.query, batch, t, task.key_head), count, p.dim_k, s.q, kRow, count,
                    padded_k);
-      pack_rows<X>(head_rows(p.value, batch, t, head, task.column_begin), count, columns, s.v, kRow,
-                   count, round_up(columns, W));
-      load_gates<Real>(p, batch, t, head, count, s.a, s.b);
       for (int i = 0; i < count; ++i) {
         Real *const k = s.k + i * kRow, *const q = s.q + i * kRow;
         if (p.l2norm) {
@@ -254,8 +328,17 @@ struct RecurrentForward {
           }
         }
         s.kq[i] = dot_product<X>(k, q, padded_k);
-        s.a[i] = Real(std::exp(s.a[i]));
       }
+    }
+    void prepare_values(int64_t t, int count) const {
+      pack_rows<X>(head_rows(p.value, batch, t, head, task.column_begin), count, columns, s.v, kRow,
+                   count, round_up(columns, W));
+      load_gates<Real>(p, batch, t, head, count, s.a, s.b);
+      for (int i = 0; i < count; ++i) s.a[i] = Real(std::exp(s.a[i]));
+    }
+    void prepare(int64_t t, int count) const {
+      prepare_keys(t, count);
+      prepare_values(t, count);
     }
     void store_outputs(int64_t t, int count) const {
       store_rows<X>(s.o, kRow, head_rows(p.output, batch, t, head, task.column_begin), count,
@@ -293,14 +376,11 @@ struct RecurrentForward {
       const Real* from = state;
       int64_t from_ld = state_ld, next_head = 0;
       const bool far = states_exceed_caches(p);
-      bool stream = false;
       const ConstMatrix first = initial();
       if (begin < end && readable(first)) {
         from = static_cast<const Real*>(first.data);
         from_ld = first.row_stride;
         next_head = p.initial_state.stride[1];
-        stream = in_place && end - begin == 1 && far && uintptr_t(state) % kScratchAlignment == 0 &&
-                 state_ld * sizeof(Real) % kScratchAlignment == 0;
       } else {
         load(0, columns, state, state_ld);
       }
@@ -310,16 +390,13 @@ struct RecurrentForward {
         Real* const to = i + 1 < count || p.final_state ? state : nullptr;
         const int64_t row_bytes = columns * int64_t(sizeof(Real));
         const Real* const next = from + next_head;
-        const auto token = [&](auto streams, const auto& ahead) {
-          step<decltype(streams)::value>(s, i, 0, columns, from, from_ld, to, state_ld, p.dim_k,
-                                         Real(p.scale), ahead);
+        const auto token = [&](const auto& ahead) {
+          step(s, i, 0, columns, from, from_ld, to, state_ld, p.dim_k, Real(p.scale), ahead);
         };
-        if (!far)
-          token(std::false_type(), PagesAhead{from, next, from_ld, row_bytes, p.dim_k});
-        else if (stream)
-          token(std::true_type(), HeadAhead{next, from_ld, row_bytes, p.dim_k});
+        if (far)
+          token(HeadAhead{next, from_ld, row_bytes, p.dim_k});
         else
-          token(std::false_type(), HeadAhead{next, from_ld, row_bytes, p.dim_k});
+          token(PagesAhead{from, next, from_ld, row_bytes, p.dim_k});
         from = state;
         from_ld = state_ld;
         next_head = 0;
@@ -359,20 +436,80 @@ struct RecurrentForward {
         const bool wanted = t + i + 1 < end || p.final_state;
         ahead.first = p.dim_k * i / count;
         ahead.last = p.dim_k * (i + 1) / count;
-        step<false>(s, i, c, width, S, kTileColumns, wanted ? S : nullptr, kTileColumns, p.dim_k,
-                    Real(p.scale), ahead);
+        step(s, i, c, width, S, kTileColumns, wanted ? S : nullptr, kTileColumns, p.dim_k,
+             Real(p.scale), ahead);
       }
       if (t + count == end && p.final_state)
         store_state<X>(S, kTileColumns, state_of(p.final_state, task.sequence, c), p.dim_k, width);
     }
   };
 
-  static void run(const GatedDeltaRuleParams& p, const RuleTask& task, void* scratch) {
-    const Scratch s = carve(scratch, p.dim_k, task.column_end - task.column_begin);
-    for (int64_t h = task.value_head_begin; h < task.value_head_end; ++h) {
-      const Head head(p, task, s, h);
-      head.end - head.begin > kInRows ? head.run_tiles() : head.run_rows();
+  // Whether every task has one token, reads its state in place, and can write it past the caches.
+  static bool can_overlap(const GatedDeltaRuleParams& p, const RuleTask* tasks, int count) {
+    const auto rows_aligned = [](const auto& x, uintptr_t alignment) {
+      bool aligned = uintptr_t(x.data) % alignment == 0;
+      for (int i = 0; i < 3; ++i) aligned &= uintptr_t(x.stride[i]) * sizeof(Real) % alignment == 0;
+      return aligned && x.stride[3] == 1 && x.dtype == own_dtype<Real>();
+    };
+    if (!p.initial_state || !p.final_state || !states_exceed_caches(p) ||
+        !rows_aligned(p.initial_state, sizeof(Real)) ||
+        !rows_aligned(p.final_state, kScratchAlignment))
+      return false;
+    for (int i = 0; i < count; ++i) {
+      const RuleTask& t = tasks[i];
+      if (p.sequence_end(t.sequence) - p.sequence_begin(t.sequence) != 1 ||
+          t.column_begin * sizeof(Real) % kScratchAlignment != 0)
+        return false;
     }
-    X::finish_streams();
+    return true;
+  }
+  static void run_overlapped(const GatedDeltaRuleParams& p, const RuleTask* tasks, int count,
+                             const Scratch (&scratch)[2]) {
+    Unwritten before{};
+    int columns = 0;
+    for (int i = 0, n = 0; i < count; ++i) {
+      const RuleTask& task = tasks[i];
+      for (int64_t h = task.value_head_begin; h < task.value_head_end; ++h, ++n) {
+        Scratch s = scratch[n % 2];
+        s.k = scratch[i % 2].k;
+        s.q = scratch[i % 2].q;
+        s.kq = scratch[i % 2].kq;
+        const Head head(p, task, s, h);
+        if (before.from && head.columns != columns) {
+          write(before, p.dim_k, columns);
+          before.from = nullptr;
+        }
+        columns = head.columns;
+        if (h == task.value_head_begin) head.prepare_keys(head.begin, 1);
+        head.prepare_values(head.begin, 1);
+        const ConstMatrix first = head.initial();
+        const Matrix last = head.state_of(p.final_state, task.sequence, 0);
+        const auto* const from = static_cast<const Real*>(first.data);
+        const PagesAhead ahead{from, from + p.initial_state.stride[1], first.row_stride,
+                               columns * int64_t(sizeof(Real)), p.dim_k};
+        read_and_write(s, from, first.row_stride, ahead, before, p.dim_k, columns);
+        finish_sums(s, 0, 0, columns, Real(p.scale));
+        head.store_outputs(head.begin, 1);
+        before = {s, from, first.row_stride, static_cast<Real*>(last.data), last.row_stride};
+      }
+    }
+    if (before.from) write(before, p.dim_k, columns);
+  }
+
+  static void run(const GatedDeltaRuleParams& p, const RuleTask* tasks, int count, void* scratch) {
+    int columns = 0;  // at most
+    for (int i = 0; i < count; ++i)
+      columns = std::max(columns, tasks[i].column_end - tasks[i].column_begin);
+    const Scratch s = carve(scratch, p.dim_k, columns);
+    if (can_overlap(p, tasks, count)) {
+      run_overlapped(p, tasks, count,
+                     {s, carve(static_cast<char*>(scratch) + s.bytes, 0, columns)});
+      return X::finish_streams();
+    }
+    for (int i = 0; i < count; ++i)
+      for (int64_t h = tasks[i].value_head_begin; h < tasks[i].value_head_end; ++h) {
+        const Head head(p, tasks[i], s, h);
+        head.end - head.begin > kInRows ? head.run_tiles() : head.run_rows();
+      }
   }
 };

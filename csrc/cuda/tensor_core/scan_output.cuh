@@ -690,7 +690,8 @@ struct ScanOutput {
         query_state(o, S, s.q[0], gates.tokens.queries, gates.factor[kDecayQ],
                     {row_unscale(columns, lane, 0), row_unscale(columns, lane, 1)});
         add_scores(o, v_new);
-        store_output(chunk, o, gates.factor[kOutScale], first, end_of_window(gates.tokens.windows, first),
+        store_output(chunk, o, gates.factor[kOutScale], first,
+                     end_of_window(gates.tokens.windows, first),
                      s.columns[fresh_place().columns].v[0]);
       }
 
