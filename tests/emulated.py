@@ -146,6 +146,20 @@ def segment_strips(strips: int) -> Iterator[None]:
         set_strips(0)
 
 
+BACKWARD_MODES = ("chosen", "parallel", "walk")
+
+
+@contextmanager
+def backward_mode(mode: str) -> Iterator[None]:
+    """Inside, backward passes run as BackwardMode of csrc/cuda/backward.h says."""
+    set_mode = library().ptx_emulated_operators_set_backward_mode
+    set_mode(BACKWARD_MODES.index(mode))
+    try:
+        yield
+    finally:
+        set_mode(0)
+
+
 class Graph:
     """A recorded sequence of launches."""
 

@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The whole backward pass of a sequence in one block, in fp32: docs/algorithm.md, equations (9) to
+// (22). For calls with so many sequences and key heads that one block for each fills the device:
+// then nothing need lie in memory that would let strips run side by side.
+//
+// Work split:  one block = one (sequence, key head). It walks over the saved segments and the strips
+//              of each, the last one first. Where a segment begins, its strips are run forward, for
+//              the states between them; then each makes its gradients (simt_gradient_block.cuh),
+//              from the state before it and the adjoint state that the strip behind it left.
+// Numerics:    the bits of the parallel stages without segments (simt_adjoint.cuh, simt_scan.cuh,
+//              simt_gradients.cuh), but for the sums of A_log and dt_bias.
+// Memory:      all scratch memory is the block's slot, whose size does not depend on T. Reads k, v,
+//              g and beta twice, q and dO once per strip; writes every gradient once.
+// Edges:       blocks of a sequence more, in packed calls, clear the tail. A sequence without tokens
+//              passes the gradient of its final state on.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/rule_params.cuh"
+#include "cuda/simt_gradient_block.cuh"
+#include "cuda/simt_prepare.cuh"
+#include "cuda/simt_tail.cuh"
+#include "cuda/strips.cuh"
+
+namespace deltanet::cuda::simt {
+
+struct WalkArguments : GradientInputs {  // items: N * HK, in packed calls (N + 1) * HK
+  bool initial_quads, saved_quads, final_quads, d_value_quads, d_initial_quads;
+};
+
+template <int kColumns>
+class WalkBlock : public GradientBlock<WalkBlock<kColumns>, kColumns> {
+ public:
+  static constexpr bool kWalks = true;
+
+  __device__ __forceinline__ WalkBlock(const RuleBackwardParams& p, const WalkArguments& x,
+                                       float4* memory)
+      : Base(p, x, memory), arguments_(x) {}
+
+  __device__ __forceinline__ void run(int n, int key_head) {
+    const Sequence s = sequence_at(p_, n);
+    const int strips = int((s.end - s.begin + kStrip - 1) / kStrip);
+    if (strips == 0) return pass_on(n, key_head);
+    for (int first = (strips - 1) / kSegmentStrips * kSegmentStrips; first >= 0;
+         first -= kSegmentStrips) {
+      // Forward over all strips of the segment but the last, then in reverse over all of them.
+      const int count = strips - first < kSegmentStrips ? strips - first : kSegmentStrips;
+      for (int step = 0; step < 2 * count - 1; ++step) {
+        const bool forward = step < count - 1;
+        run_strip(n, key_head, first + (forward ? step : 2 * count - 2 - step), forward);
+      }
+    }
+  }
+
+ private:
+  using Base = GradientBlock<WalkBlock<kColumns>, kColumns>;
+  friend Base;
+  using Base::kThreads, Base::p_, Base::place, Base::shared_, Base::slot, Base::thread_;
+
+  __device__ __forceinline__ void run_strip(int n, int key_head, int index, bool states_only) {
+    __syncthreads();  // the strip before has been read
+    if (thread_ == 0) go_to(n, key_head, index, states_only);
+    for (int c = 0; c < kStripChunks; ++c) {
+      __syncthreads();  // the chunk before has been read (first: the place is there)
+      if (c >= this->chunks()) break;
+      prepare_chunk(c);
+    }
+    this->run_heads(this->heads_of_key());
+    if (!states_only) this->write_rows();
+  }
+
+  __device__ __forceinline__ void go_to(int n, int key_head, int index, bool states_only) const {
+    const Sequence s = sequence_at(p_, n);
+    const int64_t first = s.begin + int64_t(index) * kStrip, left = s.end - first;
+    const int head = key_head * this->heads_of_key();
+    shared_.place = {
+        {n, int32_t(first), int32_t(left < kStrip ? left : kStrip), index},
+        int(s.batch),
+        head,
+        head,
+        key_head,
+        /*tile=*/0,
+        this->heads_of_key(),
+        reinterpret_cast<const Prepared*>(slot() + this->x_.slots.prepared),
+        reinterpret_cast<const PreparedGradient*>(slot() + this->x_.slots.gradient),
+        n,
+        /*first_of_sums=*/left <= kStrip,
+        states_only};
+  }
+
+  __device__ __forceinline__ void prepare_chunk(int c) {
+    const auto& slots = this->x_.slots;
+    const int at = c * place().prepared_stride;
+    PrepareBlock<kThreads>(p_, shared_.prepare, this->k_, this->S_)
+        .run({place().batch, this->first_of(c), this->count_of(c), place().key_head,
+              /*with_query=*/!place().states_only,
+              reinterpret_cast<Prepared*>(slot() + slots.prepared) + at,
+              place().states_only
+                  ? nullptr
+                  : reinterpret_cast<PreparedGradient*>(slot() + slots.gradient) + at},
+             this->x_.key_quads, this->x_.query_quads);
+  }
+
+  // ---- states between strips
+
+  __device__ __forceinline__ int index_in_segment() const {
+    return unsigned(place().strip.index) % kSegmentStrips;
+  }
+  __device__ __forceinline__ bool ends_sequence() const { return place().first_of_sums; }
+
+  // S behind strip i of the segment
+  __device__ __forceinline__ float* state_behind(int i) const {
+    return slot() + this->x_.slots.states +
+           (int64_t(i) * place().prepared_stride + place().head - place().first_head) *
+               state_floats(p_.dim_k, p_.dim_v);
+  }
+  // dS between this strip and the one behind it, then between this one and the one before
+  __device__ __forceinline__ float* adjoint() const {
+    return slot() + this->x_.slots.adjoints +
+           (place().head - place().first_head) * state_floats(p_.dim_k, p_.dim_v);
+  }
+
+  __device__ __forceinline__ void load_before() const {
+    const auto S = this->tile_of(this->S_);
+    const auto& strip = place().strip;
+    if (index_in_segment() > 0)
+      S.load(state_behind(index_in_segment() - 1));
+    else if (strip.index > 0)
+      S.load(p_.states, p_.saved_state(place().batch, strip.first), place().head,
+             arguments_.saved_quads, false);
+    else
+      S.load(p_.initial_state, strip.sequence, place().head, arguments_.initial_quads, false);
+  }
+  __device__ __forceinline__ void leave_behind() const {
+    this->tile_of(this->S_).store(state_behind(index_in_segment()));
+  }
+  __device__ __forceinline__ void load_behind() const {
+    const auto dS = this->tile_of(this->dS_);
+    if (ends_sequence())
+      dS.load(p_.grad_final_state, place().strip.sequence, place().head, arguments_.final_quads,
+              false);
+    else
+      dS.load(adjoint());
+  }
+  __device__ __forceinline__ bool wants_before() const {
+    return place().strip.index > 0 || p_.d_initial_state.data;
+  }
+  __device__ __forceinline__ void leave_before() const {
+    const auto dS = this->tile_of(this->dS_);
+    if (place().strip.index > 0)
+      dS.store(adjoint());
+    else
+      dS.store(p_.d_initial_state, place().strip.sequence, place().head,
+               arguments_.d_initial_quads);
+  }
+  __device__ __forceinline__ bool value_gradient_quads() const { return arguments_.d_value_quads; }
+
+  // A sequence without tokens.
+  __device__ __forceinline__ void pass_on(int n, int key_head) {
+    const int first = key_head * this->heads_of_key();
+    if (this->x_.gate_sums)
+      for (int i = thread_; i < 2 * this->heads_of_key(); i += kThreads)
+        this->x_.gate_sums[2 * (n * p_.value_heads + first) + i] = 0;
+    if (!p_.d_initial_state.data) return;
+    for (int head = first; head < first + this->heads_of_key(); ++head)
+      for (int tile = 0; tile < p_.dim_v; tile += kColumns) {
+        const StateTile<kColumns, Base::kPitch, kThreads> dS{this->dS_, p_.dim_k, p_.dim_v, tile};
+        __syncthreads();  // the tile before has been read
+        dS.load(p_.grad_final_state, n, head, arguments_.final_quads, false);
+        __syncthreads();  // dS is complete
+        dS.store(p_.d_initial_state, n, head, arguments_.d_initial_quads);
+      }
+  }
+
+  const WalkArguments& arguments_;
+};
+
+template <int kColumns>
+__global__ void __launch_bounds__(GradientTraits<kColumns>::kThreads,
+                                  GradientTraits<kColumns>::kMinBlocks)
+    walk_kernel(const __grid_constant__ RuleBackwardParams p,
+                const __grid_constant__ WalkArguments x) {
+  extern __shared__ float4 memory[];
+  for (unsigned item = blockIdx.x; item < x.items; item += gridDim.x) {
+    const int n = int(item / unsigned(p.key_heads)), key_head = int(item % unsigned(p.key_heads));
+    if (n < p.sequences) {
+      WalkBlock<kColumns>(p, x, memory).run(n, key_head);
+    } else {
+      const Sequence tail = tail_of(p);
+      clear_tokens<GradientTraits<kColumns>::kWarps>(p, tail.begin, tail.end, key_head);
+    }
+  }
+}
+
+}  // namespace deltanet::cuda::simt
