@@ -160,6 +160,16 @@ def backward_mode(mode: str) -> Iterator[None]:
         set_mode(0)
 
 
+def backward_workspace(
+    sequences: int, tokens: int, key_heads: int, value_heads: int, dim: int, packed: bool = False
+) -> int:
+    """Bytes of scratch memory of a backward pass that makes every gradient."""
+    bytes_of = library().ptx_emulated_operators_backward_workspace
+    bytes_of.restype = ctypes.c_longlong
+    bytes_of.argtypes = [ctypes.c_longlong] * 4 + [ctypes.c_int] * 3
+    return bytes_of(sequences, tokens, key_heads, value_heads, dim, dim, packed)
+
+
 class Graph:
     """A recorded sequence of launches."""
 

@@ -7,6 +7,7 @@
 
 #include "cuda/chunk_table.cuh"
 #include "cuda/launch.cuh"
+#include "cuda/simt_adjoint.cuh"
 #include "cuda/simt_backward.h"
 #include "cuda/simt_forward.h"
 #include "cuda/simt_gradients.cuh"

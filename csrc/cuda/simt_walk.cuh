@@ -44,14 +44,14 @@ class WalkBlock : public GradientBlock<WalkBlock<kColumns>, kColumns> {
     const Sequence s = sequence_at(p_, n);
     const int strips = int((s.end - s.begin + kStrip - 1) / kStrip);
     if (strips == 0) return pass_on(n, key_head);
-    for (int first = (strips - 1) / kSegmentStrips * kSegmentStrips; first >= 0;
-         first -= kSegmentStrips) {
-      // Forward over all strips of the segment but the last, then in reverse over all of them.
-      const int count = strips - first < kSegmentStrips ? strips - first : kSegmentStrips;
-      for (int step = 0; step < 2 * count - 1; ++step) {
-        const bool forward = step < count - 1;
-        run_strip(n, key_head, first + (forward ? step : 2 * count - 2 - step), forward);
-      }
+    __syncthreads();  // the sequence before has been read
+    if (thread_ == 0) go_to(n, key_head, (strips - 1) / kSegmentStrips * kSegmentStrips, true);
+    for (;;) {
+      __syncthreads();  // the place is there
+      run_strip();
+      if (place().strip.index == 0 && !place().states_only) break;
+      __syncthreads();  // the strip has been read
+      if (thread_ == 0) go_on();
     }
   }
 
@@ -60,35 +60,45 @@ class WalkBlock : public GradientBlock<WalkBlock<kColumns>, kColumns> {
   friend Base;
   using Base::kThreads, Base::p_, Base::place, Base::shared_, Base::slot, Base::thread_;
 
-  __device__ __forceinline__ void run_strip(int n, int key_head, int index, bool states_only) {
-    __syncthreads();  // the strip before has been read
-    if (thread_ == 0) go_to(n, key_head, index, states_only);
-    for (int c = 0; c < kStripChunks; ++c) {
-      __syncthreads();  // the chunk before has been read (first: the place is there)
-      if (c >= this->chunks()) break;
+  __device__ __forceinline__ void run_strip() {
+    for (int c = 0; c < this->chunks(); ++c) {
       prepare_chunk(c);
+      __syncthreads();  // the chunk has been read
     }
     this->run_heads(this->heads_of_key());
-    if (!states_only) this->write_rows();
+    if (!place().states_only) this->write_rows();
   }
 
-  __device__ __forceinline__ void go_to(int n, int key_head, int index, bool states_only) const {
+  // Strip `index` of sequence n. `forward`: on the way to the last one of its segment, which makes
+  // gradients at once.
+  __device__ __forceinline__ void go_to(int n, int key_head, int index, bool forward) const {
     const Sequence s = sequence_at(p_, n);
     const int64_t first = s.begin + int64_t(index) * kStrip, left = s.end - first;
-    const int head = key_head * this->heads_of_key();
-    shared_.place = {
-        {n, int32_t(first), int32_t(left < kStrip ? left : kStrip), index},
-        int(s.batch),
-        head,
-        head,
-        key_head,
-        /*tile=*/0,
-        this->heads_of_key(),
-        reinterpret_cast<const Prepared*>(slot() + this->x_.slots.prepared),
-        reinterpret_cast<const PreparedGradient*>(slot() + this->x_.slots.gradient),
-        n,
-        /*first_of_sums=*/left <= kStrip,
-        states_only};
+    const bool ends_segment =
+        left <= kStrip || unsigned(index) % kSegmentStrips == kSegmentStrips - 1;
+    const int heads = this->heads_of_key(), head = key_head * heads;
+    const auto& slots = this->x_.slots;
+    shared_.place = {{n, int32_t(first), int32_t(left < kStrip ? left : kStrip), index},
+                     int(s.batch),
+                     head,
+                     head,
+                     key_head,
+                     /*tile=*/0,
+                     heads,
+                     reinterpret_cast<const Prepared*>(slot() + slots.prepared),
+                     reinterpret_cast<const PreparedGradient*>(slot() + slots.gradient),
+                     n,
+                     /*first_of_sums=*/left <= kStrip,
+                     forward && !ends_segment};
+  }
+  // Forward to the segment's end, then in reverse, then to the start of the segment before.
+  __device__ __forceinline__ void go_on() const {
+    const int index = place().strip.index;
+    const bool starts_segment = unsigned(index) % kSegmentStrips == 0;
+    const int next = place().states_only ? index + 1
+                     : starts_segment    ? index - kSegmentStrips
+                                         : index - 1;
+    go_to(place().strip.sequence, place().key_head, next, place().states_only || starts_segment);
   }
 
   __device__ __forceinline__ void prepare_chunk(int c) {
