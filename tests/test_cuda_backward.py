@@ -284,7 +284,7 @@ WALKS = [
          cu=(0, 0, 7, SEGMENT_TOKENS + 200, 2 * SEGMENT_TOKENS - 30)),
     Case("walk, more of them than slots", B=14, T=30, HV=2, K=12, V=20, raw_gate=True, state=FP32),
     Case("walk, wide", T=390, HV=2, K=132, V=36, g="zero", state=FP32),
-    Case("walk, V first", T=400, HV=3, K=6, V=10, g="weak", state=FP32, state_v_first=True),
+    Case("walk, V first", T=400, HV=3, K=6, V=10, raw_gate=True, state=FP32, state_v_first=True),
 ]  # fmt: skip
 GATE_SUMS = NAMES[6:]  # in fp64, strip by strip or sequence by sequence
 
