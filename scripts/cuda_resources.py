@@ -78,7 +78,8 @@ int main() {
   BACKWARD(walk, walk_kernel<8>, GradientTraits<8>)
   BACKWARD(walk, walk_kernel<16>, GradientTraits<16>)
   INVERSE(16) INVERSE(32) INVERSE(64) INVERSE(128)
-  std::printf("simt_forward/prepare_kernel %d\\n", int(simt::PrepareKernelTraits::shared_bytes(128)));
+  std::printf("simt_forward/prepare_kernel %d\\n",
+              int(simt::PrepareKernelTraits::shared_bytes(128)));
 }
 """
 

@@ -37,9 +37,9 @@ struct Wanted {
 // The walk makes 9.7 products with a state per chunk, the parallel stages 13, so it is faster from
 // three quarters of the blocks on that the device holds, if blocks shared its time evenly; two on a
 // multiprocessor get more than two thirds of what three get. And it takes no memory that grows with
-// T. From half of the blocks on it is at most 1.5 times as slow. The choice depends on N, HK and the
-// device alone, so that a sequence of any length costs the same scratch memory; what it loses is
-// that a long sequence among short ones is one block's.
+// T. From half of the blocks on it is at most 1.5 times as slow. The choice depends on N, HK and
+// the device alone, so that a sequence of any length costs the same scratch memory; what it loses
+// is that a long sequence among short ones is one block's.
 bool chooses_walk(const RuleParams& p, const Wanted& wanted, const BackwardOptions& options) {
   if (!wanted.gradients) return false;
   if (options.mode != BackwardMode::kChosen) return options.mode == BackwardMode::kWalk;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Scratch memory of the blocks of gradient_kernel and walk_kernel. A block keeps its slot for all the
-// strips that it takes, so that slots are as many as blocks run at once, however long the call is.
+// Scratch memory of the blocks of gradient_kernel and walk_kernel. A block keeps its slot for all
+// the strips that it takes, so that slots are as many as blocks run at once, however long the call
+// is.
 #pragma once
 #include <cuda_runtime.h>
 

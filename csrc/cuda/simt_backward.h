@@ -33,8 +33,8 @@ void gradients(const RuleBackwardParams& p, GradientArguments x, cudaStream_t st
 // How walk() runs, as plan_gradients says of gradients().
 WalkArguments plan_walk(const RuleBackwardParams& p, bool query, bool key);
 
-// Every gradient, in one launch, one block for a (sequence, key head): simt_walk.cuh. What it leaves
-// are the sums over sequences for A_log and dt_bias.
+// Every gradient, in one launch, one block for a (sequence, key head): simt_walk.cuh. What it
+// leaves are the sums over sequences for A_log and dt_bias.
 void walk(const RuleBackwardParams& p, WalkArguments x, cudaStream_t stream);
 
 }  // namespace deltanet::cuda::simt

@@ -99,8 +99,8 @@ __device__ __forceinline__ void load_rows(const View<4>& x, int64_t batch, int64
     }
 }
 
-// Multiplies rows by zero, where their bits are set: later their products, which overflow, could not
-// be told from 0 times infinity. Rows with infinities become NaN.
+// Multiplies rows by zero, where their bits are set: later their products, which overflow, could
+// not be told from 0 times infinity. Rows with infinities become NaN.
 __device__ __forceinline__ void clear_rows(float* rows, int pitch, int dim, uint32_t which,
                                            int threads) {
 #pragma unroll 1

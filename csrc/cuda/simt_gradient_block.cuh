@@ -9,15 +9,16 @@
 //   dK  = diag(f) N dS^T - diag(b e) Z S^T + A^T Q + (X + X^T) K,   X = diag(b) B
 //
 // Work split:  value head after value head. For each tile of V the chunks of the strip run forward,
-//              for N, and then in reverse; N and S before each chunk are kept in the block's slot of
-//              scratch memory. dO N^T and Z N^T are summed over the tiles in shared memory, the rest
-//              of dQ and dK in the slot. simt_gradient_finish.cuh does what follows.
+//              for N, and then in reverse; N and S before each chunk are kept in the block's slot
+//              of scratch memory. dO N^T and Z N^T are summed over the tiles in shared memory, the
+//              rest of dQ and dK in the slot. simt_gradient_finish.cuh does what follows.
 // Numerics:    every sum has one fixed order: N and S those of the scan (simt_scan.cuh), Z and dS
 //              those of the adjoint scan (simt_adjoint.cuh), bit for bit.
 // Edges:       as in simt_scan.cuh; what lies outside of a piece is never read.
 //
 // What derives from it says where states come from and go to:
 //   kWalks                       whether the block goes on to the strip before; if so, it writes dV
+//                                (value_gradient_quads(): as quads_along says of it)
 //   load_before(), load_behind() S before the strip, dS behind it: tile, head of place()
 //   leave_behind()               S behind the strip; kWalks only
 //   wants_before()               whether anybody asks for dS before the strip
@@ -54,11 +55,11 @@ template <class Block, int kColumns>
 class GradientBlock : public GradientFinish<kColumns> {
  protected:
   using Base = GradientFinish<kColumns>;
-  using typename Base::Traits;
   using Base::Base, Base::kPitch, Base::kThreads;
   using Base::chunks, Base::count_of, Base::first_of, Base::prepared_of, Base::place, Base::slot;
   using Base::dS_, Base::k_, Base::p_, Base::pitch_, Base::S_, Base::shared_, Base::thread_;
   using Base::load_rows_of, Base::load_tile, Base::tile_of, Base::x_;
+  using typename Base::Traits;
   static constexpr int kEach = Traits::kEach;
   static constexpr int kQuads = kColumns / 4;
 
@@ -213,8 +214,8 @@ class GradientBlock : public GradientFinish<kColumns> {
     for (int i = 0; i < kChunk; ++i) {
       n[i] = 0.f;
       if (i < first || i >= end) continue;
-      float sum = fmaf(-f.key[i], shared_.tile.X[i][thread_],
-                       f.value[i] * shared_.tile.value[i][thread_]);
+      float sum =
+          fmaf(-f.key[i], shared_.tile.X[i][thread_], f.value[i] * shared_.tile.value[i][thread_]);
 #pragma unroll
       for (int m = 0; m < i; ++m) sum = fmaf(-f.L[i][m], n[m], sum);
       n[i] = sum;
@@ -355,8 +356,8 @@ class GradientBlock : public GradientFinish<kColumns> {
     }
   }
 
-  // What (20) and (21b) sum over V: Z . R, and k . k_past = -b Z . e (K S). In the place of V, which
-  // no other thread reads, then stands what the update of dS adds.
+  // What (20) and (21b) sum over V: Z . R, and k . k_past = -b Z . e (K S). In the place of V,
+  // which no other thread reads, then stands what the update of dS adds.
   __device__ __forceinline__ void row_sums(int c, int first, int end) {
     const int token = c * kChunk + row();
     float with_residual = 0.f, with_state = 0.f;
@@ -412,8 +413,7 @@ class GradientBlock : public GradientFinish<kColumns> {
       for (int i = first; i < end; ++i) {
         const int at = i * p_.dim_k + k;
         if (x_.slots.query)
-          d_query[at] =
-              fmaf(f.query[i], dot(shared_.tile.grad[i], s), fresh ? 0.f : d_query[at]);
+          d_query[at] = fmaf(f.query[i], dot(shared_.tile.grad[i], s), fresh ? 0.f : d_query[at]);
         if (x_.slots.key)
           d_key[at] = fmaf(f.update[i], dot(shared_.tile.N[i], d),
                            dot(shared_.tile.X[i], s) + (fresh ? 0.f : d_key[at]));
@@ -431,11 +431,10 @@ class GradientBlock : public GradientFinish<kColumns> {
     update(dS_, first, end, [&](int row, int column, float4(&sum)[4]) {
       if (p_.grad_output.data)
         for (int m = first; m < end; ++m)
-          add_outer(
-              load_quad(p_.query.data, p_.query.dtype,
-                        q + m * p_.query.stride[1] + row * p_.query.stride[3], p_.query.stride[3],
-                        p_.dim_k - row, x_.query_quads),
-              *reinterpret_cast<const float4*>(&shared_.tile.value[m][column]), sum);
+          add_outer(load_quad(p_.query.data, p_.query.dtype,
+                              q + m * p_.query.stride[1] + row * p_.query.stride[3],
+                              p_.query.stride[3], p_.dim_k - row, x_.query_quads),
+                    *reinterpret_cast<const float4*>(&shared_.tile.value[m][column]), sum);
       for (int m = first; m < end; ++m)
         add_outer(*reinterpret_cast<const float4*>(k_ + m * pitch_ + row),
                   *reinterpret_cast<const float4*>(&shared_.tile.X[m][column]), sum);

@@ -5,8 +5,8 @@
 //   A   = scale (dO N^T) o D,   B = -(Z N^T) o D,   X = diag(b) B
 //   dQ += A K,   dK += A^T Q + (X + X^T) K,   dg by (22), db by (20)
 //
-// Work split:  as in simt_gradient_block.cuh, whose blocks these are: chunk after chunk of one value
-//              head. A thread has a column of dQ and dK; gates have one warp, a thread for a token.
+// Work split:  by a block of simt_gradient_block.cuh, chunk after chunk of one value head. A thread
+//              has a column of dQ and dK; gates have one warp, a thread for a token.
 // Numerics:    dg adds what crosses from token to token, (22), and never cancels. Rows of k and q
 //              are not rescaled: gradients are those of the normalized rows, times the reciprocal
 //              norm, which is what (25) starts from.
@@ -25,11 +25,11 @@ template <int kColumns>
 class GradientFinish : public GradientMemory<kColumns> {
  protected:
   using Base = GradientMemory<kColumns>;
-  using typename Base::Traits;
   using Base::Base, Base::kThreads;
   using Base::chunks, Base::count_of, Base::first_of, Base::prepared_of, Base::place, Base::slot;
   using Base::load_rows_of, Base::k_, Base::p_, Base::pitch_, Base::S_, Base::shared_;
   using Base::thread_, Base::x_;
+  using typename Base::Traits;
 
   __device__ __forceinline__ void finish_chunk(int c) {
     float* const q = S_;

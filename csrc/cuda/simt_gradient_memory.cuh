@@ -54,11 +54,11 @@ struct GradientTraits {
     bool first_of_sums;
     bool states_only;  // no gradients of this strip are made, only the state behind it
   };
-  struct Tile {                  // one chunk of one tile of V
-    float N[kChunk][kPitch];     // new values
-    float X[kChunk][kPitch];     // K S; rows as an update of a state adds them: f N, then -b e Z
-    float grad[kChunk][kPitch];  // dO
-    float Z[kChunk][kPitch];     // dN, then Z
+  struct Tile {                   // one chunk of one tile of V
+    float N[kChunk][kPitch];      // new values
+    float X[kChunk][kPitch];      // K S; rows as an update of a state adds them: f N, then -b e Z
+    float grad[kChunk][kPitch];   // dO
+    float Z[kChunk][kPitch];      // dN, then Z
     float value[kChunk][kPitch];  // V, then dO as the update of dS adds it
   };
   struct Finish {  // one chunk, once all tiles are summed

@@ -38,7 +38,8 @@ GradientArguments plan_gradients(const RuleBackwardParams& p, bool query, bool k
   x.heads_of_item = int(together ? group : 1);
   x.items = strips * p.value_heads / x.heads_of_item;
   x.blocks = together ? std::min(x.items, at_once) : x.items;
-  x.slots = GradientSlots(p.dim_k, gradient_columns(p), query, key, /*with_totals=*/x.heads_of_item > 1);
+  x.slots =
+      GradientSlots(p.dim_k, gradient_columns(p), query, key, /*with_totals=*/x.heads_of_item > 1);
   return x;
 }
 

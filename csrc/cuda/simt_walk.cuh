@@ -4,16 +4,17 @@
 // (22). For calls with so many sequences and key heads that one block for each fills the device:
 // then nothing need lie in memory that would let strips run side by side.
 //
-// Work split:  one block = one (sequence, key head). It walks over the saved segments and the strips
-//              of each, the last one first. Where a segment begins, its strips are run forward, for
-//              the states between them; then each makes its gradients (simt_gradient_block.cuh),
-//              from the state before it and the adjoint state that the strip behind it left.
+// Work split:  one block = one (sequence, key head). It walks over the saved segments, and over the
+//              strips of each, the last one first. Before that it runs the segment forward, for the
+//              states between its strips; then each strip makes its gradients
+//              (simt_gradient_block.cuh), from the state before it and the adjoint state that the
+//              strip behind it left.
 // Numerics:    the bits of the parallel stages without segments (simt_adjoint.cuh, simt_scan.cuh,
 //              simt_gradients.cuh), but for the sums of A_log and dt_bias.
 // Memory:      all scratch memory is the block's slot, whose size does not depend on T. Reads k, v,
 //              g and beta twice, q and dO once per strip; writes every gradient once.
-// Edges:       blocks of a sequence more, in packed calls, clear the tail. A sequence without tokens
-//              passes the gradient of its final state on.
+// Edges:       in packed calls, blocks of one sequence more clear the tail. A sequence without
+//              tokens passes the gradient of its final state on.
 #pragma once
 #include <cuda_runtime.h>
 
