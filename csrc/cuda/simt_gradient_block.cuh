@@ -60,8 +60,8 @@ class GradientBlock : public GradientFinish<kColumns> {
   using Base::dS_, Base::k_, Base::p_, Base::pitch_, Base::S_, Base::shared_, Base::thread_;
   using Base::load_rows_of, Base::load_tile, Base::tile_of, Base::x_;
   using typename Base::Traits;
-  static constexpr int kEach = Traits::kEach;
-  static constexpr int kQuads = kColumns / 4;
+  static constexpr int kQuads = Traits::kQuads;
+  static constexpr int kRowThreads = Traits::kRowThreads;
 
   // The strip at place(), for `heads` value heads; gradients, or the state behind it.
   __device__ __forceinline__ void run_heads(int heads) {
@@ -84,9 +84,9 @@ class GradientBlock : public GradientFinish<kColumns> {
   __device__ __forceinline__ bool states_only() const {
     return Block::kWalks && place().states_only;
   }
-  // Of products of rows with a state.
-  __device__ __forceinline__ int row() const { return thread_ / Traits::kLanes; }
-  __device__ __forceinline__ int column() const { return thread_ % Traits::kLanes * kEach; }
+  // Of products of rows with a state: kRowThreads threads share the rows.
+  __device__ __forceinline__ int row() const { return thread_ % kRowThreads / kQuads; }
+  __device__ __forceinline__ int column() const { return thread_ % kQuads * 4; }
 
   __device__ __forceinline__ void clear() {
     float* const squares = &shared_.squares[0][0][0];
@@ -135,9 +135,10 @@ class GradientBlock : public GradientFinish<kColumns> {
     }
   }
 
-  // Column column() + j of this thread's row of X, which no other thread reads.
-  __device__ __forceinline__ float* x_of(int c, int j) const {
-    return slot() + x_.slots.X + (c * kChunk + row()) * kColumns + column() + j;
+  // diag(e) K S, this thread's columns of its row.
+  __device__ __forceinline__ float4& x_of(int c) const {
+    return *reinterpret_cast<float4*>(slot() + x_.slots.X + (c * kChunk + row()) * kColumns +
+                                      column());
   }
   __device__ __forceinline__ void load_values(int c) {
     const float* const from = slot() + x_.slots.N + c * kChunk * kColumns;
@@ -180,30 +181,21 @@ class GradientBlock : public GradientFinish<kColumns> {
     }
   }
 
-  // K S, a row for kLanes threads. diag(e) K S is kept.
+  // K S. diag(e) K S is kept.
   __device__ __forceinline__ void project(int c, int first, int end) {
-    if (row() < first || row() >= end) return;
-    float sum[kEach];
-    row_times(S_, sum);
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      shared_.tile.X[row()][column() + j] = sum[j];
-      if (!states_only()) *x_of(c, j) = shared_.decay[row()] * sum[j];
-    }
+    if (thread_ >= kRowThreads || row() < first || row() >= end) return;
+    const float4 x = row_times(S_);
+    quad_of(shared_.tile.X) = x;
+    if (!states_only()) x_of(c) = scaled(shared_.decay[row()], x);
   }
-  __device__ __forceinline__ void row_times(const float* S, float (&sum)[kEach]) const {
-    const float* k = k_ + row() * pitch_;
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) sum[j] = 0.f;
-#pragma unroll 2
-    for (int m = 0; m < padded_rows(p_.dim_k); m += 4) {
-      const float4 a = *reinterpret_cast<const float4*>(k + m);
-#pragma unroll
-      for (int r = 0; r < 4; ++r)
-#pragma unroll
-        for (int j = 0; j < kEach; ++j)
-          sum[j] = fmaf(component(a, r), S[(m + r) * kPitch + column() + j], sum[j]);
-    }
+  // This thread's columns of its row of a tile, and of K S.
+  __device__ __forceinline__ float4& quad_of(float (&tile)[kChunk][kPitch]) const {
+    return *reinterpret_cast<float4*>(&tile[row()][column()]);
+  }
+  __device__ __forceinline__ float4 row_times(float* S) const {
+    float4 sum[1] = {};
+    tile_of(S).multiply(k_, pitch_, row(), column(), sum);
+    return sum[0];
   }
 
   // (10) for one column
@@ -288,7 +280,7 @@ class GradientBlock : public GradientFinish<kColumns> {
   // From the adjoint state behind tokens first to end of chunk c to the one before them.
   __device__ __forceinline__ void run_piece(int c, int first, int end) {
     adjoint_values(c, first, end);
-    __syncthreads();  // dN is complete
+    __syncthreads();  // K dS and P^T dO are complete
     if (thread_ < kColumns) substitute_back(first, end);
     __syncthreads();  // Z is complete
     if constexpr (Block::kWalks)
@@ -300,29 +292,28 @@ class GradientBlock : public GradientFinish<kColumns> {
     if (c > 0 || first > 0 || block().wants_before()) update_adjoint(c, first, end);
   }
 
-  // (11), and (21c) = N_j . f_j (K dS)_j
+  // The two terms of (11): K dS has kRowThreads threads, P^T dO as many others. And (21c) = N_j .
+  // f_j (K dS)_j
   __device__ __forceinline__ void adjoint_values(int c, int first, int end) {
-    const Prepared& f = shared_.prepared;
-    float future = 0.f;
-    if (row() >= first && row() < end) {
-      float y[kEach], sum[kEach];
-      row_times(dS_, y);
-#pragma unroll
-      for (int j = 0; j < kEach; ++j) {
-        future = fmaf(shared_.tile.N[row()][column() + j], f.update[row()] * y[j], future);
-        sum[j] = 0.f;
+    const bool inside = row() >= first && row() < end;
+    if (thread_ < kRowThreads) {
+      float future = 0.f;
+      if (inside) {
+        const float4 y = row_times(dS_);
+        quad_of(shared_.tile.X) = y;
+        const float4 n[1] = {quad_of(shared_.tile.N)};
+        const float4 of_values[1] = {scaled(shared_.prepared.update[row()], y)};
+        future = add_dot(n, of_values, 0.f);
       }
+      future = sum_of_lanes<kQuads>(future);
+      if (inside && column() == 0) shared_.future[c * kChunk + row()] += future;
+    } else if (thread_ < 2 * kRowThreads && inside) {
+      float4 sum = {};
       for (int i = row(); i < end; ++i)
-#pragma unroll
-        for (int j = 0; j < kEach; ++j)
-          sum[j] = fmaf(f.P[i][row()], shared_.tile.grad[i][column() + j], sum[j]);
-#pragma unroll
-      for (int j = 0; j < kEach; ++j)
-        shared_.tile.Z[row()][column() + j] = fmaf(f.update[row()], y[j], sum[j]);
+        add_scaled(sum, shared_.prepared.P[i][row()],
+                   *reinterpret_cast<const float4*>(&shared_.tile.grad[i][column()]));
+      quad_of(shared_.tile.Z) = sum;
     }
-    future = sum_of_lanes<Traits::kLanes>(future);
-    if (thread_ % Traits::kLanes == 0 && row() >= first && row() < end)
-      shared_.future[c * kChunk + row()] += future;
   }
 
   // (12) for one column, from the last row to the first
@@ -333,7 +324,7 @@ class GradientBlock : public GradientFinish<kColumns> {
     for (int i = kChunk - 1; i >= 0; --i) {
       z[i] = 0.f;
       if (i < first || i >= end) continue;
-      float sum = shared_.tile.Z[i][thread_];
+      float sum = fmaf(f.update[i], shared_.tile.X[i][thread_], shared_.tile.Z[i][thread_]);
 #pragma unroll
       for (int j = kChunk - 1; j > i; --j) sum = fmaf(-f.L[j][i], z[j], sum);
       z[i] = sum;
@@ -359,23 +350,23 @@ class GradientBlock : public GradientFinish<kColumns> {
   // What (20) and (21b) sum over V: Z . R, and k . k_past = -b Z . e (K S). In the place of V,
   // which no other thread reads, then stands what the update of dS adds.
   __device__ __forceinline__ void row_sums(int c, int first, int end) {
-    const int token = c * kChunk + row();
+    if (thread_ >= kRowThreads) return;
     float with_residual = 0.f, with_state = 0.f;
     const bool inside = row() >= first && row() < end;
-    if (inside)
-#pragma unroll
-      for (int j = 0; j < kEach; ++j) {
-        const float z = shared_.tile.Z[row()][column() + j], x = *x_of(c, j);
-        float& value = shared_.tile.value[row()][column() + j];
-        with_residual = fmaf(z, value - x, with_residual);
-        with_state = fmaf(z, x, with_state);
-        value = shared_.prepared.query[row()] * shared_.tile.grad[row()][column() + j];
-      }
-    with_residual = sum_of_lanes<Traits::kLanes>(with_residual);
-    with_state = sum_of_lanes<Traits::kLanes>(with_state);
-    if (inside && thread_ % Traits::kLanes == 0) {
-      shared_.d_beta[token] += with_residual;
-      shared_.past[token] -= shared_.prepared.value[row()] * with_state;
+    if (inside) {
+      const float4 z[1] = {quad_of(shared_.tile.Z)}, x[1] = {x_of(c)};
+      float4& value = quad_of(shared_.tile.value);
+      const float4 residual[1] = {
+          make_float4(value.x - x[0].x, value.y - x[0].y, value.z - x[0].z, value.w - x[0].w)};
+      with_residual = add_dot(z, residual, 0.f);
+      with_state = add_dot(z, x, 0.f);
+      value = scaled(shared_.prepared.query[row()], quad_of(shared_.tile.grad));
+    }
+    with_residual = sum_of_lanes<kQuads>(with_residual);
+    with_state = sum_of_lanes<kQuads>(with_state);
+    if (inside && column() == 0) {
+      shared_.d_beta[c * kChunk + row()] += with_residual;
+      shared_.past[c * kChunk + row()] -= shared_.prepared.value[row()] * with_state;
     }
   }
 

@@ -29,16 +29,17 @@ struct GradientInputs {
 
 template <int kColumns_>
 struct GradientTraits {
-  static_assert(kColumns_ == 16 || kColumns_ == 8, "threads share a row by eight");
+  static_assert(kColumns_ == 16 || kColumns_ == 8, "two groups of threads for rows");
   static constexpr int kColumns = kColumns_;
   static constexpr int kThreads = 128, kWarps = kThreads / 32;
   static constexpr int kMinBlocks = 3;  // 168 registers: none is spilled
   // Eight rows of four columns, read at once, then hit 32 banks.
   static constexpr int kPitch = kColumns + 4;
-  // Products of rows with a state: kLanes threads for a row, kEach columns for a thread.
-  static constexpr int kEach = kColumns / 8;
-  static constexpr int kLanes = kColumns / kEach;
-  static_assert(kChunk * kLanes == kThreads, "every thread has a part of a row");
+  // Products of rows with a state: kQuads threads for a row, four columns for each. That leaves
+  // threads idle, but shared memory is what limits these products, and wide loads are few.
+  static constexpr int kQuads = kColumns / 4;
+  static constexpr int kRowThreads = kChunk * kQuads;
+  static_assert(kRowThreads % 32 == 0 && 2 * kRowThreads <= kThreads, "whole warps");
 
   // What the block works on. In shared memory: registers are scarce.
   struct Place {
@@ -54,11 +55,12 @@ struct GradientTraits {
     bool first_of_sums;
     bool states_only;  // no gradients of this strip are made, only the state behind it
   };
-  struct Tile {                   // one chunk of one tile of V
-    float N[kChunk][kPitch];      // new values
-    float X[kChunk][kPitch];      // K S; rows as an update of a state adds them: f N, then -b e Z
+  struct Tile {               // one chunk of one tile of V
+    float N[kChunk][kPitch];  // new values
+    // K S, later K dS; then rows as the update of a state adds them: f N, later -b e Z
+    float X[kChunk][kPitch];
     float grad[kChunk][kPitch];   // dO
-    float Z[kChunk][kPitch];      // dN, then Z
+    float Z[kChunk][kPitch];      // P^T dO, then Z
     float value[kChunk][kPitch];  // V, then dO as the update of dS adds it
   };
   struct Finish {  // one chunk, once all tiles are summed
