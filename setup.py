@@ -66,6 +66,7 @@ CUDA_SOURCES = [
     "csrc/cuda/simt_adjoint.cu",
     "csrc/cuda/simt_forward.cu",
     "csrc/cuda/simt_gradients.cu",
+    "csrc/cuda/simt_walk.cu",
     "csrc/cuda/tensor_core.cu",
     "csrc/cuda/tensor_core/prepare_bf16.cu",
     "csrc/cuda/tensor_core/prepare_fp16.cu",

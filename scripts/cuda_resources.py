@@ -41,8 +41,9 @@ DYNAMIC = """
 #include "cuda/simt_adjoint.cuh"
 #include "cuda/simt_adjoint_scan.cuh"
 #include "cuda/simt_gradients.cuh"
-#include "cuda/simt_prepare.cuh"
+#include "cuda/simt_prepare_kernel.cuh"
 #include "cuda/simt_scan.cuh"
+#include "cuda/simt_walk.cuh"
 #include "cuda/tensor_core/scan_roles.cuh"
 #include "cuda/triangular_inverse.cu"
 using namespace deltanet::cuda;
@@ -74,8 +75,11 @@ int main() {
   BACKWARD(adjoint, adjoint_scan_kernel, AdjointScanTraits)
   BACKWARD(gradients, gradient_kernel<8>, GradientTraits<8>)
   BACKWARD(gradients, gradient_kernel<16>, GradientTraits<16>)
+  BACKWARD(walk, walk_kernel<8>, GradientTraits<8>)
+  BACKWARD(walk, walk_kernel<16>, GradientTraits<16>)
   INVERSE(16) INVERSE(32) INVERSE(64) INVERSE(128)
-  std::printf("simt_forward/prepare_kernel %d\\n", int(simt::PrepareTraits::shared_bytes(128)));
+  std::printf("simt_forward/prepare_kernel %d\\n",
+              int(simt::PrepareKernelTraits::shared_bytes(128)));
 }
 """
 

@@ -146,6 +146,30 @@ def segment_strips(strips: int) -> Iterator[None]:
         set_strips(0)
 
 
+BACKWARD_MODES = ("chosen", "parallel", "walk")
+
+
+@contextmanager
+def backward_mode(mode: str) -> Iterator[None]:
+    """Inside, backward passes run as BackwardMode of csrc/cuda/backward.h says."""
+    set_mode = library().ptx_emulated_operators_set_backward_mode
+    set_mode(BACKWARD_MODES.index(mode))
+    try:
+        yield
+    finally:
+        set_mode(0)
+
+
+def backward_workspace(
+    sequences: int, tokens: int, key_heads: int, value_heads: int, dim: int, packed: bool = False
+) -> int:
+    """Bytes of scratch memory of a backward pass that makes every gradient."""
+    bytes_of = library().ptx_emulated_operators_backward_workspace
+    bytes_of.restype = ctypes.c_longlong
+    bytes_of.argtypes = [ctypes.c_longlong] * 4 + [ctypes.c_int] * 3
+    return bytes_of(sequences, tokens, key_heads, value_heads, dim, dim, packed)
+
+
 class Graph:
     """A recorded sequence of launches."""
 

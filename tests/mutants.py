@@ -32,7 +32,9 @@ PREPARE, SCAN = "csrc/cuda/simt_prepare.cuh", "csrc/cuda/simt_scan.cuh"
 RECURRENT, TABLE = "csrc/cuda/recurrent_forward.cuh", "csrc/cuda/chunk_table.cu"
 LOAD, PARAMS = "csrc/cuda/load.cuh", "csrc/cuda/rule_params.cuh"
 OPERATOR = "csrc/ops/gated_delta_rule_cuda.cpp"
-ADJOINT, GRADIENTS = "csrc/cuda/simt_adjoint.cuh", "csrc/cuda/simt_gradients.cuh"
+ADJOINT, WALK = "csrc/cuda/simt_adjoint.cuh", "csrc/cuda/simt_walk.cuh"
+BLOCK, FINISH = "csrc/cuda/simt_gradient_block.cuh", "csrc/cuda/simt_gradient_finish.cuh"
+ROWS = "csrc/cuda/simt_chunk.cuh"
 REDUCE, REDUCE_ROW = "csrc/cuda/simt_reduce.cuh", "csrc/cuda/reduce_row.cuh"
 ADJOINT_SCAN = "csrc/cuda/simt_adjoint_scan.cuh"
 CONV, CONV_FORWARD = "csrc/cuda/causal_conv1d.cuh", "csrc/cuda/causal_conv1d.cu"
@@ -50,7 +52,8 @@ FOUND_BY = {
     **dict.fromkeys((PREPARE, SCAN, TABLE, LOAD, PARAMS), CHUNK),
     RECURRENT: ("kernels/recurrent_forward.o", "emulated", "recurrent"),
     OPERATOR: ("operators/gated_delta_rule_cuda.o", "emulated", "V first"),
-    **dict.fromkeys((ADJOINT, ADJOINT_SCAN, GRADIENTS, REDUCE, REDUCE_ROW), BACKWARD),
+    **dict.fromkeys((ADJOINT, ADJOINT_SCAN, BLOCK, FINISH, REDUCE, REDUCE_ROW, ROWS), BACKWARD),
+    WALK: ("kernels/simt_walk.o", "backward", "walk"),
     **dict.fromkeys((CONV, CONV_FORWARD, CONV_BACKWARD, SILU), CONVOLUTION),
     **dict.fromkeys((NORM, NORM_BACKWARD, SUMS), GATED_NORM),
 }
@@ -78,11 +81,12 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     # Mathematics.
-    Mutant("beta of the wrong row", PREPARE, "l = shared.beta[h][i] *", "l = shared.beta[h][j] *"),
+    Mutant("beta of the wrong row", PREPARE, "l = shared_.beta[h][i] *",
+           "l = shared_.beta[h][j] *"),
     Mutant("G without its low part", PREPARE, "return fmaf(e, low, e);", "return e;"),
     Mutant("chunks are never cut", PREPARE, "kMostRise = 1;", "kMostRise = 1e30;"),
-    Mutant("norm of q on k", PREPARE, "query[j] = token ? scale * decay * shared.q_norm[j]",
-           "query[j] = token ? scale * decay * shared.k_norm[j]"),
+    Mutant("norm of q on k", PREPARE, "query[j] = token ? scale * decay * shared_.q_norm[j]",
+           "query[j] = token ? scale * decay * shared_.k_norm[j]"),
     Mutant("the state does not decay", SCAN, "keep = shared_.prepared.keep[first]", "keep = 1"),
     Mutant("output reads later rows", SCAN, "if (m <= row + r) add_scaled", "add_scaled",
            tests="later_token and not recurrent"),
@@ -142,32 +146,46 @@ MUTANTS = [
            "add_scaled(sum[r], m + k < p.dim_k ? W[(m + k) * map_pitch + row + r] : 0.f, dS[k])"),
     Mutant("one state for both segments", ADJOINT_SCAN,
            "float* before = behind + padded_rows(p.dim_k) * kColumns;", "float* before = behind;"),
-    Mutant("dg with token t's own future", GRADIENTS,
+    Mutant("dg with token t's own future", FINISH,
            "for (int j = first; j < t; ++j) {\n      sum +=",
            "for (int j = first; j <= t; ++j) {\n      sum +=",
            tests="is_as_exact"),
-    Mutant("dg without what passes through", GRADIENTS,
+    Mutant("dg without what passes through", FINISH,
            "sum += shared_.through[c * kChunk + first][w];", "sum += 0.f;",
            tests="is_as_exact"),
-    Mutant("dbeta divided by beta", GRADIENTS, "-shared_.finish.gradient.KK[thread_][j]",
+    Mutant("dbeta divided by beta", FINISH, "-shared_.finish.gradient.KK[thread_][j]",
            "-shared_.prepared.L[thread_][j] / shared_.prepared.value[thread_]",
            tests="is_as_exact and beta"),
-    Mutant("X without its transpose", GRADIENTS,
+    Mutant("X without its transpose", FINISH,
            "fmaf(j < i ? up : down, keys[j], of_key)", "fmaf(j < i ? up : 0.f, keys[j], of_key)",
            tests="is_as_exact"),
-    Mutant("dQ of one value head", GRADIENTS, "? *to + x : x;", "? x : x;",
+    Mutant("dQ of one value head", FINISH, "? *to + x : x;", "? x : x;",
            tests="one_head_and_for_all"),
-    Mutant("S of the chunk before", GRADIENTS, "from = slot() + (c - 1)",
+    Mutant("S of the chunk before", BLOCK, "from = slot() + (c - 1)",
            "from = slot() + (c - 1) / 2"),
-    Mutant("states made again one piece short", GRADIENTS, "for (int i = 0; i < first; i =",
+    Mutant("states made again one piece short", BLOCK, "for (int i = 0; i < first; i =",
            "for (int i = 0; shared_.prepared.end[i] < first; i ="),
-    Mutant("no barrier before dN is read", GRADIENTS,
-           "    __syncthreads();  // dN is complete\n", ""),
+    Mutant("no barrier before K dS is read", BLOCK,
+           "    __syncthreads();  // K dS and P^T dO are complete\n", ""),
     Mutant("only one value head of a key", REDUCE_ROW, "for (int h = 0; h < group; ++h) d",
            "for (int h = 0; h < 1; ++h) d"),
     Mutant("the norm is a constant", REDUCE_ROW, "d = fmaf(-row_at(k), factor, d)", "d = d + 0.f"),
     Mutant("sums of gates of the wrong head", REDUCE,
            "reduce_gates(p, x, blockIdx.x - x.row_blocks)", "reduce_gates(p, x, blockIdx.x)"),
+    Mutant("overflowing rows meet states", ROWS, "if (which == 0) return;", "return;",
+           tests="overflows"),
+    Mutant("a walk starts from the initial state", WALK, "else if (strip.index > 0)\n",
+           "else if (false)\n"),
+    Mutant("a walk hands no adjoint state on", WALK, "    if (ends_sequence())\n",
+           "    if (true)\n"),
+    Mutant("a walk leaves the tail alone", WALK, "(p, tail.begin, tail.end, key_head)",
+           "(p, tail.end, tail.end, key_head)"),
+    Mutant("one state for all strips of a walk", WALK, "(int64_t(i) * place().prepared_stride +",
+           "(int64_t(0) * place().prepared_stride +"),
+    Mutant("sums of gates of one sequence", WALK, "                     n,\n                     "
+           "/*first_of_sums", "                     0,\n                     /*first_of_sums"),
+    Mutant("no barrier between the strips of a walk", WALK,
+           "      __syncthreads();  // the strip has been read\n", ""),
     # The convolution.
     Mutant("taps reach into the sequence before", CONV, "{clamp_to(t - span.begin, past),",
            "{clamp_to(t, past),"),

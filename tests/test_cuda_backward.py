@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients on CUDA, kernels and all, on the emulator: cases and yardsticks of test_backward.py.
 
-Then what only CUDA promises: no order of threads changes a bit, and what a captured graph replays
-does not depend on the contents of `cu_seqlens`.
+Then what only CUDA promises: no order of threads changes a bit, nor does it whether strips run side
+by side or one block walks over them, and what a captured graph replays does not depend on the
+contents of `cu_seqlens`.
 """
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +21,7 @@ from gradients import (
     FP32_FLOOR,
     GATES,
     NAMES,
+    Gradients,
     backward,
     by_recurrence,
     judge,
@@ -55,6 +58,10 @@ NARROW, NARROW_GATES = 2e-3, 5e-3
 def on_the_emulator() -> Iterator[None]:
     with emulated.path():
         yield
+
+
+def reference_in_fp64(**args: Any) -> Any:
+    return reference.recurrent(**args, dtype=torch.float64)
 
 
 def seed_of(name: str) -> int:
@@ -95,7 +102,7 @@ SELECTED = [*(ALL[name] for name in LISTED), *STRIPS_LONG, *CASES["packed"]]
 
 @pytest.mark.parametrize("case", SELECTED, ids=str)
 def test_is_as_exact_as_the_recurrence(case: Case, poison: None) -> None:
-    with emulated.schedule(seed_of(case.name)):
+    with emulated.schedule(seed_of(case.name)), emulated.backward_mode("parallel"):
         judge_fp32(case)
 
 
@@ -241,9 +248,6 @@ def test_a_map_that_overflows_is_nan_and_never_a_wrong_number(poison: None) -> N
     d_out, d_state = upstream(case, FP32)
     d_out[:, 176:], d_state = 0, torch.zeros_like(d_state)
 
-    def reference_in_fp64(**x: Any) -> Any:
-        return reference.recurrent(**x, dtype=torch.float64)
-
     with one_thread():
         want = backward(reference_in_fp64, leaves(args, torch.float64), d_out, d_state)
     with emulated.segment_strips(4):
@@ -267,6 +271,152 @@ def test_every_schedule_gives_the_same_bits_with_segments() -> None:
             for name, x in want.items():
                 if x is not None:
                     assert_same_bits(got[name], x, f"d{name}, seed {seed}")
+
+
+# ---- the walk ------------------------------------------------------------------------------------
+
+WALKS = [
+    Case("walk, several segments", T=2 * SEGMENT_TOKENS + 200, HV=2, K=8, V=12, g="zero",
+         state=FP32),
+    Case("walk, segments end with it", B=2, T=2 * SEGMENT_TOKENS, HV=1, K=4, V=8, g="model",
+         state=FP32),
+    Case("walk, packed segments", T=2 * SEGMENT_TOKENS, HK=1, HV=3, K=5, V=9, g="zero", state=FP32,
+         cu=(0, 0, 7, SEGMENT_TOKENS + 200, 2 * SEGMENT_TOKENS - 30)),
+    Case("walk, more of them than slots", B=14, T=30, HV=2, K=12, V=20, raw_gate=True, state=FP32),
+    Case("walk, wide", T=390, HV=2, K=132, V=36, g="zero", state=FP32),
+    Case("walk, V first", T=400, HV=3, K=6, V=10, raw_gate=True, state=FP32, state_v_first=True),
+]  # fmt: skip
+GATE_SUMS = NAMES[6:]  # in fp64, strip by strip or sequence by sequence
+
+
+def assert_same_gradients(got: Gradients, want: Gradients) -> None:
+    for name, x in want.items():
+        if x is None:
+            assert got[name] is None, name
+        elif name in GATE_SUMS:
+            torch.testing.assert_close(got[name], x, rtol=2**-23, atol=0)
+        else:
+            assert_same_bits(got[name], x, f"d{name}")
+
+
+def walk_and_parallel(case: Case, uses: str = "output, state") -> tuple[Gradients, Gradients]:
+    """Nothing is cut into segments."""
+    with emulated.backward_mode("parallel"), emulated.segment_strips(100):
+        want = ours(case, uses=uses)
+    with emulated.backward_mode("walk"), emulated.schedule(seed_of(f"walk {case.name}")):
+        return ours(case, uses=uses), want
+
+
+@pytest.mark.parametrize("case", [*SELECTED, *SEGMENTED, *WALKS], ids=str)
+def test_a_walk_gives_the_bits_of_the_parallel_stages(case: Case, poison: None) -> None:
+    assert_same_gradients(*walk_and_parallel(case))
+
+
+@pytest.mark.parametrize("uses", ["output", "state"])
+def test_a_walk_whichever_result_is_used(uses: str, poison: None) -> None:
+    case = Case("uses", T=361, HV=3, K=20, V=28, g="positive", state=FP32)
+    assert_same_gradients(*walk_and_parallel(case, uses))
+
+
+@pytest.mark.parametrize("name", ["HK=1 HV=3", "K=17 V=33", "g positive", "packed100[0,64,64,100]"])
+def test_a_walk_is_as_exact_as_the_recurrence(name: str, poison: None) -> None:
+    with emulated.schedule(seed_of(name)), emulated.backward_mode("walk"):
+        judge_fp32(case_named(name))
+
+
+@pytest.mark.parametrize("case", WALKS[:3], ids=str)
+def test_a_walk_starts_from_saved_states(case: Case, poison: None) -> None:
+    with emulated.backward_mode("walk"):
+        got = ours(case)
+    judge(got, by_recurrence(case, FP32, torch.float64), None, {"else": FP32_FLOOR})
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=name_of)
+def test_a_walk_with_narrow_inputs(dtype: torch.dtype, poison: None) -> None:
+    case = Case("aligned", T=200, HV=2, K=64, V=64, state=FP32)
+    with emulated.backward_mode("parallel"):
+        want = ours(case, dtype)
+    with emulated.backward_mode("walk"):
+        assert_same_gradients(ours(case, dtype), want)
+
+
+@pytest.mark.parametrize("needed", NAMES)
+def test_a_walk_makes_only_what_is_needed(needed: str, poison: None) -> None:
+    case = Case("one", T=190, HV=3, K=12, V=12, raw_gate=True, raw_beta=True, state=FP32)
+    args = case.inputs()
+    with emulated.backward_mode("walk"):
+        want = ours(case)[needed]
+        args[needed] = args[needed].clone().requires_grad_()
+        got = backward(CHUNK, args, *upstream(case, FP32))
+    assert_same_bits(got[needed], want)
+    assert all(x is None for name, x in got.items() if name != needed)
+
+
+def test_a_walk_over_packed_sequences_is_as_if_alone(poison: None) -> None:
+    with emulated.backward_mode("walk"):
+        judge_packed(
+            Case("packed walk", T=430, HV=3, K=20, V=24, cu=(0, 17, 17, 250, 400), state=FP32)
+        )
+
+
+def test_every_schedule_gives_the_same_bits_in_a_walk() -> None:
+    with emulated.backward_mode("walk"):
+        want = ours(BITS)
+        for seed in (1, 2, 3):
+            with emulated.schedule(seed):
+                assert_same_gradients(ours(BITS), want)
+
+
+# ---- rows whose norm overflows -------------------------------------------------------------------
+
+SIZES = [(1e20, 1e20), (1e30, 1e10), (3e38, 3e38)]
+PLACES = (("key", "key"), ("key", "query"), ("query", "query"))
+
+
+@pytest.mark.parametrize("mode", ["parallel", "walk"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_gradients_of_rows_whose_norm_overflows(
+    sizes: tuple[float, float], mode: str, poison: None
+) -> None:
+    """They count as zeros, and their own gradients are zero. Of two in a chunk, the products would
+    be infinite."""
+    case = Case("overflow", T=40, HK=1, HV=2, K=12, V=20, raw_beta=True, state=FP32)
+    arriving = upstream(case, FP32)
+    for places, tokens in itertools.product(PLACES, ((3, 5), (3, 17), (5, 17))):
+        args, zeros = case.inputs(), case.inputs()
+        cleared = []
+        for name, token, size in zip(places, tokens, sizes, strict=True):
+            args[name][0, token] = size
+            overflows = size > 1e19
+            zeros[name][0, token] = 0 if overflows else size
+            if overflows:
+                cleared.append((name, token))
+        with emulated.backward_mode(mode):
+            got = backward(CHUNK, leaves(args), *arriving)
+            out, state = CHUNK(**args)
+        with one_thread():
+            want = backward(reference_in_fp64, leaves(zeros, torch.float64), *arriving)
+            exact = reference_in_fp64(**zeros)
+        assert_close(out, exact[0], FP32_FLOOR)
+        assert_close(state, exact[1], FP32_FLOOR)
+        for name, token in cleared:
+            want[name][:, token] = 0
+            assert not got[name][:, token].any()
+        judge(got, want, None, {"else": FP32_FLOOR})
+
+
+@pytest.mark.parametrize("mode", ["parallel", "walk"])
+def test_rows_with_infinities_are_nan(mode: str, poison: None) -> None:
+    case = Case("infinite", T=20, HK=1, HV=1, K=12, V=8, state=FP32)
+    for name in ("key", "query"):
+        args = case.inputs()
+        args[name][0, 7, 0, 3] = torch.inf
+        with emulated.backward_mode(mode):
+            got = backward(CHUNK, leaves(args), *upstream(case, FP32))
+            out, _ = CHUNK(**args)
+        assert out[:, 7].isnan().all()
+        assert out[:, :7].isfinite().all()
+        assert got[name][:, 7].isnan().all()
 
 
 # ---- views ---------------------------------------------------------------------------------------
@@ -323,7 +473,8 @@ def test_blocks_for_one_head_and_for_all_of_a_key_give_the_same_bits() -> None:
     """A batch of eight has blocks enough for the latter, and more strips than run at once."""
     case = Case("heads", B=8, T=200, HK=1, HV=3, K=20, V=12, raw_gate=True, state=FP32)
     args, (d_out, d_state) = case.inputs(), upstream(case, FP32)
-    got = backward(CHUNK, leaves(args), d_out, d_state)
+    with emulated.backward_mode("parallel"):
+        got = backward(CHUNK, leaves(args), d_out, d_state)
     for n in (0, 7):
         one = {k: x[n : n + 1] if k in NAMES[:6] else x for k, x in args.items()}
         want = backward(CHUNK, leaves(one), d_out[n : n + 1], d_state[n : n + 1])

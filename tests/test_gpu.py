@@ -248,6 +248,21 @@ def test_gradients_of_long_sequences(cu: tuple[int, ...] | None, dtype: torch.dt
             assert_same_bits(again[name], x, f"d{name}")
 
 
+def test_gradients_of_many_sequences_are_as_if_alone() -> None:
+    """They fill a device, so that one block walks over each; alone, strips run side by side."""
+    case = Case("many", B=40, T=200, HK=8, HV=16, K=32, V=24, state=torch.float32)
+    args = moved(case.inputs())
+    arriving = [x.to(DEVICE) for x in gradients.upstream(case, torch.float32)]
+    got = gradients.backward(CHUNK, gradients.leaves(args), *arriving)
+    for n in (0, case.B - 1):
+        one = {k: x[n : n + 1] if k in gradients.NAMES[:6] else x for k, x in args.items()}
+        alone = (x[n : n + 1] for x in arriving)
+        with deltanet_ext.batch_invariant(True):
+            want = gradients.backward(CHUNK, gradients.leaves(one), *alone)
+        for name in gradients.NAMES[:6]:
+            assert_same_bits(got[name][n : n + 1].cpu(), want[name].cpu(), f"d{name}, {n}")
+
+
 @needs_gpu
 def test_no_backward_pass_waits_for_the_gpu() -> None:
     args = gradients.leaves(moved(SHAPES[2].inputs(torch.bfloat16)))

@@ -11,9 +11,17 @@
 
 namespace deltanet::cuda {
 
+// kWalk: one block walks over each sequence of a key head, and scratch memory does not grow with T;
+// it wins where there are sequences and key heads enough to fill the device. kParallel: strips of
+// all sequences side by side. Where only dV and the gradient of the initial state are wanted, it is
+// always the latter. The same bits, but for d_A_log and d_dt_bias, whose sums in fp64 are rounded
+// once, and for segments.
+enum class BackwardMode { kChosen, kParallel, kWalk };
+
 struct BackwardOptions {
+  BackwardMode mode = BackwardMode::kChosen;  // from N, HK and the device
   // Strips (strips.cuh) in a segment of the reverse scan; 0: chosen from N, HV, V, T and the
-  // device. Results differ in rounding only.
+  // device. Results differ in rounding only. Of kParallel alone.
   int64_t segment_strips = 0;
 };
 

@@ -107,13 +107,6 @@ struct AdjointTraits {
   }
 };
 
-// The first token of the piece that ends at `end`. All threads read the same.
-__device__ __forceinline__ int piece_before(const Prepared& prepared, int end) {
-  int first = end - 1;
-  while (first > 0 && prepared.end[first - 1] == end) --first;
-  return first;
-}
-
 template <int kColumns>
 class AdjointBlock {
  public:
@@ -159,6 +152,8 @@ class AdjointBlock {
       loader().load({s.tokens.batch, t, count, s.strip * kStripChunks + i}, k_,
                     with_output_ ? q_ : nullptr, pitch_, shared_.grad[0], shared_.prepared);
       __syncthreads();  // the chunk is complete, dS has been stored
+      clear_overflowing(shared_.prepared, k_, with_output_ ? q_ : nullptr, pitch_, p_.dim_k,
+                        Traits::kThreads);
       for (int stop = count; stop > 0;) {
         const int first = piece_before(shared_.prepared, stop);
         run_piece(s.tokens.batch, t, first, stop);

@@ -27,6 +27,9 @@ struct alignas(16) Prepared {
   // A chunk is cut where the decay rises steeply (see cut_chunk). These are of token i's piece.
   float keep[kChunk];   // e^{G_end}
   int32_t end[kChunk];  // one past its last token
+  // [0]: rows whose norm overflows, which count as zeros: bit i is k_i, bit kChunk + i is q_i. The
+  // others fill the struct.
+  uint32_t zero_rows[4];
 };
 
 // What the backward pass needs besides.
@@ -44,6 +47,13 @@ __host__ __device__ inline int padded_rows(int dim_k) { return (dim_k + 3) / 4 *
 // Floats between rows of k or q in shared memory. 4 mod 32 for the usual head dims: 8 rows read at
 // one column hit 32 banks.
 __host__ __device__ inline int row_pitch(int dim_k) { return padded_rows(dim_k) + 4; }
+
+// The first token of the piece that ends at `end`. All threads read the same.
+__device__ __forceinline__ int piece_before(const Prepared& prepared, int end) {
+  int first = end - 1;
+  while (first > 0 && prepared.end[first - 1] == end) --first;
+  return first;
+}
 
 // ---- arithmetic
 // ----------------------------------------------------------------------------------
@@ -87,6 +97,28 @@ __device__ __forceinline__ void load_rows(const View<4>& x, int64_t batch, int64
                       dim - c, quads);
       *reinterpret_cast<float4*>(to + row * pitch + c) = e;
     }
+}
+
+// Multiplies rows by zero, where their bits are set: later their products, which overflow, could
+// not be told from 0 times infinity. Rows with infinities become NaN.
+__device__ __forceinline__ void clear_rows(float* rows, int pitch, int dim, uint32_t which,
+                                           int threads) {
+#pragma unroll 1
+  for (int row = int(threadIdx.x) / 32; row < kChunk; row += threads / 32) {
+    if ((which >> row & 1) == 0) continue;
+#pragma unroll 1
+    for (int c = int(threadIdx.x) % 32; c < dim; c += 32) rows[row * pitch + c] *= 0.f;
+  }
+}
+// Rows of k and (where `q`) of q that what was prepared says count as zeros. All threads call it
+// once both are complete; they are complete behind it.
+__device__ __forceinline__ void clear_overflowing(const Prepared& prepared, float* k, float* q,
+                                                  int pitch, int dim, int threads) {
+  const uint32_t which = prepared.zero_rows[0];
+  if (which == 0) return;
+  clear_rows(k, pitch, dim, which, threads);
+  if (q) clear_rows(q, pitch, dim, which >> kChunk, threads);
+  __syncthreads();  // rows are complete
 }
 
 // Rows of one head, kColumns columns from `column` on, to shared memory as fp32; zeros beyond.

@@ -2,7 +2,7 @@
 #include "cuda/simt_forward.h"
 
 #include "cuda/launch.cuh"
-#include "cuda/simt_prepare.cuh"
+#include "cuda/simt_prepare_kernel.cuh"
 #include "cuda/simt_scan.cuh"
 
 namespace deltanet::cuda::simt {
@@ -64,7 +64,7 @@ void prepare(const RuleParams& p, const ChunkTable& table, int parts, Prepared* 
   x.query_quads = quads_along(p.query, 3);
   x.key_quads = quads_along(p.key, 3);
   launch("chunk_prepare", prepare_kernel, max_chunks(p, table.chunk_size) * parts * p.key_heads,
-         PrepareTraits::kThreads, PrepareTraits::shared_bytes(p.dim_k), stream, p, x);
+         PrepareKernelTraits::kThreads, PrepareKernelTraits::shared_bytes(p.dim_k), stream, p, x);
 }
 
 }  // namespace

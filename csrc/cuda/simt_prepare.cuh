@@ -6,37 +6,33 @@
 //   L_ij = b_i (k_i . k_j) D_ij  for j < i,     P_ij = scale (q_i . k_j) D_ij  for j <= i
 //
 // Work split:  one block = one (chunk, key head), with a loop over its value heads. Thread (i, j)
-//              makes element (i, j) of each matrix; gates of 16 value heads are scanned at once,
+//              makes element (i, j) of each matrix and, where there are fewer threads than
+//              elements, those some rows below; gates of up to 16 value heads are scanned at once,
 //              half a warp for each.
 // Numerics:    G is scanned in fp64 and kept as hi + lo. l2norm, beta, decay and scale are fp32
-//              factors of products: k and q are never rescaled.
-// Memory:      reads q and k once per key head, g and beta once; writes 2.6 KB per value head.
-// Edges:       tokens beyond the chunk's end count as k = q = b = g = 0.
+//              factors of products: k and q are never rescaled. No bit depends on how many threads
+//              there are.
+// Memory:      reads q and k once per key head, g and beta once; writes 2.7 KB per value head.
+// Edges:       tokens beyond the chunk's end count as k = q = b = g = 0, and so do finite rows
+//              whose norm overflows: x * rsqrt(inf) is 0. A row that has an infinity is NaN.
 #pragma once
 #include <cub/warp/warp_scan.cuh>
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
-#include "cuda/chunk_table.cuh"
 #include "cuda/load.cuh"
 #include "cuda/rule_params.cuh"
 #include "cuda/simt_chunk.cuh"
 
 namespace deltanet::cuda::simt {
 
-struct PrepareArguments {
-  Prepared* out;               // [chunks, HV]
-  PreparedGradient* gradient;  // [chunks, HV]  null: not wanted
-  ChunkTable table;
-  int parts;                    // chunks of an entry of the table
-  bool query_quads, key_quads;  // what quads_along says
-};
-
+template <int kThreads_>
 struct PrepareTraits {
-  static constexpr int kThreads = kChunk * kChunk;
-  static constexpr int kMinBlocks = 4;              // 64 registers: none is spilled
+  static constexpr int kThreads = kThreads_;
   static constexpr int kHeads = kThreads / kChunk;  // value heads whose gates are scanned at once
+  static constexpr int kRows = kChunk / kHeads;     // elements of a matrix for a thread
+  static_assert(kThreads % 32 == 0 && kChunk % kHeads == 0, "whole warps share the elements");
   using Scan = cub::WarpScan<double, kChunk>;
   struct Shared {
     float high[kHeads][kChunk], low[kHeads][kChunk];  // G inside a piece
@@ -45,11 +41,6 @@ struct PrepareTraits {
     float k_norm[kChunk], q_norm[kChunk];  // reciprocals, or 1
     typename Scan::TempStorage scan[kHeads];
   };
-  // k and q rows follow, [16][row_pitch] each.
-  static int64_t shared_bytes(int dim_k) {
-    return rows_offset() + int64_t(2) * kChunk * row_pitch(dim_k) * int64_t(sizeof(float));
-  }
-  __host__ __device__ static constexpr int rows_offset() { return (sizeof(Shared) + 15) / 16 * 16; }
 };
 
 // Eight partial sums: one chain over all of K would lose what they keep apart.
@@ -104,103 +95,162 @@ __device__ __forceinline__ void cut_chunk(double G, int count, int& first, int& 
   }
 }
 
-__global__ void __launch_bounds__(PrepareTraits::kThreads, PrepareTraits::kMinBlocks)
-    prepare_kernel(const __grid_constant__ RuleParams p,
-                   const __grid_constant__ PrepareArguments x) {
-  using Traits = PrepareTraits;
-  extern __shared__ float4 memory[];
-  auto& shared = *reinterpret_cast<Traits::Shared*>(memory);
-  const int pitch = row_pitch(p.dim_k);
-  float* const k = reinterpret_cast<float*>(memory) + Traits::rows_offset() / 4;
-  float* const q = k + kChunk * pitch;
+// Where chunk `count` tokens from `first` on lie, and where what is prepared for them goes.
+struct PrepareTask {
+  int64_t batch, first;
+  int count;
+  int64_t key_head;
+  bool with_query;             // otherwise query, P and what comes of them are zeros
+  Prepared* out;               // [HV / HK]  of the value heads of the key
+  PreparedGradient* gradient;  // [HV / HK]  null: not wanted
+};
 
-  const unsigned part = blockIdx.x / unsigned(p.key_heads);
-  const int64_t number = part, key_head = blockIdx.x % unsigned(p.key_heads);
-  const Chunk chunk = part_of(chunk_at(p, x.table, part / unsigned(x.parts)),
-                              int(part % unsigned(x.parts)), kChunk);
-  if (chunk.count == 0) return;
-  const int64_t batch = p.device_cu_seqlens ? 0 : chunk.sequence;
-  const int i = int(threadIdx.x) / kChunk, j = int(threadIdx.x) % kChunk;
+template <int kThreads>
+class PrepareBlock {
+ public:
+  using Traits = PrepareTraits<kThreads>;
+  static constexpr int kRows = Traits::kRows;
+  static constexpr int kHeads = Traits::kHeads;
 
-  load_rows(p.key, batch, chunk.first, chunk.count, key_head, p.dim_k, x.key_quads, k, pitch,
-            Traits::kThreads);
-  load_rows(p.query, batch, chunk.first, chunk.count, key_head, p.dim_k, x.query_quads, q, pitch,
-            Traits::kThreads);
-  __syncthreads();  // rows are complete
+  // k, q: [16][row_pitch] each.
+  __device__ __forceinline__ PrepareBlock(const RuleParams& p, typename Traits::Shared& shared,
+                                          float* k, float* q)
+      : p_(p),
+        shared_(shared),
+        k_(k),
+        q_(q),
+        pitch_(row_pitch(p.dim_k)),
+        i_(int(threadIdx.x) / kChunk),
+        j_(int(threadIdx.x) % kChunk) {}
 
-  const int dim = (p.dim_k + 3) / 4 * 4;
-  const float kk = j <= i ? dot(k + i * pitch, k + j * pitch, dim) : 0.f;
-  const float qk = j <= i ? dot(q + i * pitch, k + j * pitch, dim) : 0.f;
-  if (i == j) {
-    shared.k_norm[i] = p.l2norm ? reciprocal_norm(kk) : 1.f;  // |k|^2 is the diagonal of K K^T
-    shared.q_norm[i] = p.l2norm ? reciprocal_norm(dot(q + i * pitch, q + i * pitch, dim)) : 1.f;
-  }
-  const float scale = float(p.scale);
-
-  const int64_t group = unsigned(p.value_heads) / unsigned(p.key_heads);
-  for (int64_t base = 0; base < group; base += Traits::kHeads) {
-    __syncthreads();  // norms are complete; gates of the heads before have been read
-    {                 // equation (2): thread (i, j) is token j of value head base + i
-      const int64_t head = key_head * group + base + i;
-      const bool inside = j < chunk.count && base + i < group;
-      double G = inside ? load_log_decay(p, batch, chunk.first + j, head) : 0.f;
-      const float beta = inside ? load_beta(p, batch, chunk.first + j, head) : 0.f;
-      Traits::Scan(shared.scan[i]).InclusiveSum(G, G);
-      int first, end;
-      cut_chunk(G, chunk.count, first, end);
-      const double before = __shfl_sync(0xffffffffu, G, first > 0 ? first - 1 : 0, kChunk);
-      const double last = __shfl_sync(0xffffffffu, G, end - 1, kChunk);
-      const double inner = first > 0 ? G - before : G, left = last - G;
-      const double all = first > 0 ? last - before : last;
-      const float high = float(inner), low = float(inner - double(high));
-      shared.high[i][j] = high;
-      shared.low[i][j] = low;
-      shared.beta[i][j] = beta;
-      shared.first[i][j] = first;
-      if (base + i < group) {
-        Prepared& to = x.out[number * p.value_heads + head];
-        const bool token = j < chunk.count;
-        const float decay = exp_of_sum(high, low);
-        const float left_high = float(left), all_high = float(all);
-        to.value[j] = beta;
-        to.key[j] = token ? beta * decay * shared.k_norm[j] : 0.f;
-        to.query[j] = token ? scale * decay * shared.q_norm[j] : 0.f;
-        to.update[j] =
-            token ? exp_of_sum(left_high, float(left - double(left_high))) * shared.k_norm[j] : 0.f;
-        to.keep[j] = exp_of_sum(all_high, float(all - double(all_high)));
-        to.end[j] = end;
-        if (x.gradient) {
-          PreparedGradient& more = x.gradient[number * p.value_heads + head];
-          more.decay[j] = token ? decay * shared.k_norm[j] : 0.f;
-          more.k_norm[j] = shared.k_norm[j];
-          more.q_scale[j] = scale * shared.q_norm[j];
-        }
+  // What was in shared memory must have been read.
+  __device__ __forceinline__ void run(const PrepareTask& task, bool key_quads, bool query_quads) {
+    load_rows(p_.key, task.batch, task.first, task.count, task.key_head, p_.dim_k, key_quads, k_,
+              pitch_, kThreads);
+    load_rows(task.with_query ? p_.query : View<4>(), task.batch, task.first, task.count,
+              task.key_head, p_.dim_k, query_quads, q_, pitch_, kThreads);
+    __syncthreads();  // rows are complete
+    multiply(task.with_query, 0);
+    uint32_t zero_rows = 0;
+    if (p_.l2norm) {
+      __syncthreads();  // norms are complete
+      zero_rows = overflowing();
+      if (zero_rows) {
+        clear_rows(k_, pitch_, p_.dim_k, zero_rows, kThreads);
+        clear_rows(q_, pitch_, p_.dim_k, zero_rows >> kChunk, kThreads);
+        __syncthreads();  // rows are complete, norms have been read
+        multiply(task.with_query, zero_rows);
       }
     }
-    __syncthreads();  // gates are complete
-    for (int h = 0; h < Traits::kHeads && base + h < group; ++h) {
+    const int group = int(unsigned(p_.value_heads) / unsigned(p_.key_heads));
+    for (int base = 0; base < group; base += kHeads) {
+      __syncthreads();  // norms are complete; gates of the heads before have been read
+      scan_gates(task, base, group, zero_rows);
+      __syncthreads();  // gates are complete
+      for (int h = 0; h < kHeads && base + h < group; ++h) make_triangles(task, base, h);
+    }
+  }
+
+ private:
+  // K K^T, Q K^T and norms. zero_rows: the rows that have been cleared, whose norm is 0 or NaN.
+  __device__ __forceinline__ void multiply(bool with_query, uint32_t zero_rows) {
+    const int dim = padded_rows(p_.dim_k);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int i = i_ + r * kHeads;
+      kk_[r] = j_ <= i ? dot(k_ + i * pitch_, k_ + j_ * pitch_, dim) : 0.f;
+      qk_[r] = with_query && j_ <= i ? dot(q_ + i * pitch_, k_ + j_ * pitch_, dim) : 0.f;
+      if (i != j_) continue;
+      const float qq = p_.l2norm ? dot(q_ + i * pitch_, q_ + i * pitch_, dim) : 0.f;
+      if (zero_rows == 0) {
+        shared_.k_norm[i] = p_.l2norm ? reciprocal_norm(kk_[r]) : 1.f;  // |k|^2: the diagonal
+        shared_.q_norm[i] = p_.l2norm ? reciprocal_norm(qq) : 1.f;
+      } else {
+        if (zero_rows >> i & 1) shared_.k_norm[i] += kk_[r];
+        if (zero_rows >> (kChunk + i) & 1) shared_.q_norm[i] += qq;
+      }
+    }
+  }
+  // The bits of Prepared::zero_rows. Every warp finds all of them.
+  __device__ __forceinline__ uint32_t overflowing() const {
+    const float norm = int(threadIdx.x) % 32 < kChunk ? shared_.k_norm[j_] : shared_.q_norm[j_];
+    return __ballot_sync(0xffffffffu, norm == 0.f);
+  }
+
+  // Equation (2): this thread is token j of value head base + i.
+  __device__ __forceinline__ void scan_gates(const PrepareTask& task, int base, int group,
+                                             uint32_t zero_rows) {
+    const int i = i_, j = j_;
+    const int64_t head = task.key_head * group + base + i;
+    const bool inside = j < task.count && base + i < group;
+    double G = inside ? load_log_decay(p_, task.batch, task.first + j, head) : 0.f;
+    const float beta = inside ? load_beta(p_, task.batch, task.first + j, head) : 0.f;
+    typename Traits::Scan(shared_.scan[i]).InclusiveSum(G, G);
+    int first, end;
+    cut_chunk(G, task.count, first, end);
+    const double before = __shfl_sync(0xffffffffu, G, first > 0 ? first - 1 : 0, kChunk);
+    const double last = __shfl_sync(0xffffffffu, G, end - 1, kChunk);
+    const double inner = first > 0 ? G - before : G, left = last - G;
+    const double all = first > 0 ? last - before : last;
+    const float high = float(inner), low = float(inner - double(high));
+    shared_.high[i][j] = high;
+    shared_.low[i][j] = low;
+    shared_.beta[i][j] = beta;
+    shared_.first[i][j] = first;
+    if (base + i >= group) return;
+    Prepared& to = task.out[base + i];
+    const bool token = j < task.count;
+    const float decay = exp_of_sum(high, low), scale = float(p_.scale);
+    const float left_high = float(left), all_high = float(all);
+    to.value[j] = beta;
+    to.key[j] = token ? beta * decay * shared_.k_norm[j] : 0.f;
+    to.query[j] = token ? scale * decay * shared_.q_norm[j] : 0.f;
+    to.update[j] =
+        token ? exp_of_sum(left_high, float(left - double(left_high))) * shared_.k_norm[j] : 0.f;
+    to.keep[j] = exp_of_sum(all_high, float(all - double(all_high)));
+    to.end[j] = end;
+    if (j < 4) to.zero_rows[j] = j == 0 ? zero_rows : 0;
+    if (!task.gradient) return;
+    PreparedGradient& more = task.gradient[base + i];
+    more.decay[j] = token ? decay * shared_.k_norm[j] : 0.f;
+    more.k_norm[j] = shared_.k_norm[j];
+    more.q_scale[j] = scale * shared_.q_norm[j];
+  }
+
+  // L, P and their like of value head base + h.
+  __device__ __forceinline__ void make_triangles(const PrepareTask& task, int base, int h) {
+    const int j = j_;
+    const float scale = float(p_.scale);
+    Prepared& to = task.out[base + h];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int i = i_ + r * kHeads;
       // Only masked differences go through exp: for j > i they can be huge.
       float l = 0.f, score = 0.f, D = 0.f, similarity = 0.f;
-      if (j <= i && i < chunk.count && j >= shared.first[h][i]) {
-        D = shared.k_norm[j] *
-            exp_of_sum(shared.high[h][i] - shared.high[h][j], shared.low[h][i] - shared.low[h][j]);
+      if (j <= i && i < task.count && j >= shared_.first[h][i]) {
+        D = shared_.k_norm[j] * exp_of_sum(shared_.high[h][i] - shared_.high[h][j],
+                                           shared_.low[h][i] - shared_.low[h][j]);
         if (j < i) {
-          l = shared.beta[h][i] * shared.k_norm[i] * (kk * D);
-          similarity = shared.k_norm[i] * (kk * D);
+          l = shared_.beta[h][i] * shared_.k_norm[i] * (kk_[r] * D);
+          similarity = shared_.k_norm[i] * (kk_[r] * D);
         }
-        score = scale * shared.q_norm[i] * (qk * D);
+        score = scale * shared_.q_norm[i] * (qk_[r] * D);
       }
-      Prepared& to = x.out[number * p.value_heads + key_head * group + base + h];
       to.L[i][j] = l;
       to.P[i][j] = score;
       if (j < 4) to.P[i][kChunk + j] = 0.f;  // copied along
-      if (x.gradient) {
-        PreparedGradient& more = x.gradient[number * p.value_heads + key_head * group + base + h];
-        more.D[i][j] = D;
-        more.KK[i][j] = similarity;
-      }
+      if (!task.gradient) continue;
+      PreparedGradient& more = task.gradient[base + h];
+      more.D[i][j] = D;
+      more.KK[i][j] = similarity;
     }
   }
-}
+
+  const RuleParams& p_;
+  typename Traits::Shared& shared_;
+  float *const k_, *const q_;
+  const int pitch_, i_, j_;
+  float kk_[kRows], qk_[kRows];
+};
 
 }  // namespace deltanet::cuda::simt

@@ -23,31 +23,20 @@
 #include "cuda/reduce_row.cuh"
 #include "cuda/rule_params.cuh"
 #include "cuda/simt_chunk.cuh"
+#include "cuda/simt_tail.cuh"
 #include "cuda/strips.cuh"
 
 namespace deltanet::cuda::simt {
 
 struct ReduceArguments {
-  ChunkTable table;  // of strips
-  int64_t strips;
-  int64_t row_blocks;       // strips * HK, or 0: nothing to do for rows
-  GradientSlots slots;      // one for each (strip, value head); no data: dQ and dK are written
-  const double* gate_sums;  // [strips, HV, 2]  null: not wanted
+  ChunkTable table;     // of strips
+  int64_t row_blocks;   // strips * HK, or 0: nothing to do for rows
+  GradientSlots slots;  // one for each (strip, value head); no data: dQ and dK are written
+  int64_t gate_rows;
+  const double* gate_sums;  // [gate_rows, HV, 2]  null: not wanted
 };
 
 constexpr int kReduceThreads = 128;
-
-// Zeros for one token and head, by one warp.
-__device__ __forceinline__ void clear_row(const MutableView<4>& to, int64_t t, int64_t head,
-                                          int dim) {
-  if (!to.data) return;
-  for (int k = int(threadIdx.x) % 32; k < dim; k += 32)
-    store_float(to.data, to.dtype, t * to.stride[1] + head * to.stride[2] + k * to.stride[3], 0.f);
-}
-__device__ __forceinline__ void clear_number(const MutableView<3>& to, int64_t t, int64_t head) {
-  if (to.data && threadIdx.x % 32 == 0)
-    store_float(to.data, to.dtype, t * to.stride[1] + head * to.stride[2], 0.f);
-}
 
 __device__ __forceinline__ void reduce_rows(const RuleBackwardParams& p, const ReduceArguments& x) {
   constexpr int kWarps = kReduceThreads / 32;
@@ -77,22 +66,14 @@ __device__ __forceinline__ void reduce_rows(const RuleBackwardParams& p, const R
   const Sequence tail = tail_of(p);
   const int64_t begin = tail.begin + (number - x.table.offsets[p.sequences]) * kStrip;
   const int64_t end = tail.end - begin < kStrip ? tail.end : begin + kStrip;
-  for (int64_t t = begin + warp; t < end; t += kWarps) {
-    clear_row(p.d_query, t, key_head, p.dim_k);
-    clear_row(p.d_key, t, key_head, p.dim_k);
-    for (int h = 0; h < group; ++h) {
-      clear_row(p.d_value, t, head + h, p.dim_v);
-      clear_number(p.d_g, t, head + h);
-      clear_number(p.d_beta, t, head + h);
-    }
-  }
+  clear_tokens<kWarps>(p, begin, end, key_head);
 }
 
 __device__ __forceinline__ void reduce_gates(const RuleBackwardParams& p, const ReduceArguments& x,
                                              int64_t head) {
   __shared__ double shared[2][kReduceThreads / 32];
   double sums[2] = {};
-  for (int64_t i = threadIdx.x; i < x.strips; i += kReduceThreads)
+  for (int64_t i = threadIdx.x; i < x.gate_rows; i += kReduceThreads)
     for (int j = 0; j < 2; ++j) sums[j] += x.gate_sums[2 * (i * p.value_heads + head) + j];
   for (int j = 0; j < 2; ++j) {
     sums[j] = sum_of_lanes<32>(sums[j]);

@@ -152,6 +152,8 @@ class ScanBlock {
       loader().load({s.batch, t, count, number}, k_, p_.output.data ? q_ : nullptr, pitch_,
                     shared_.v[0], shared_.prepared);
       __syncthreads();  // the chunk is complete
+      clear_overflowing(shared_.prepared, k_, p_.output.data ? q_ : nullptr, pitch_, p_.dim_k,
+                        Traits::kThreads);
       for (int first = 0; first < count;) {
         const int end = shared_.prepared.end[first];
         run_piece(s.batch, t, first, end);

@@ -17,6 +17,8 @@ struct CudaSettings {
   std::atomic<bool> fast{false};
   // BackwardOptions::segment_strips. Only tests set it: segments pay for long sequences only.
   std::atomic<int64_t> backward_segment_strips{0};
+  // BackwardOptions::mode. Only tests set it, too.
+  std::atomic<int> backward_mode{0};
 };
 
 inline CudaSettings cuda_settings;  // one in each library

@@ -36,6 +36,7 @@ Gradients run_backward(const char* op, const RuleArguments& x, const OptionalTen
   if (wants(wanted, kDtBias)) p.d_dt_bias = mutable_view<1>(std::get<kDtBias>(d));
 
   cuda::BackwardOptions options;
+  options.mode = cuda::BackwardMode(cuda_settings.backward_mode.load());
   options.segment_strips = cuda_settings.backward_segment_strips;
   const CudaDevice device(x.key);
   const Tensor workspace = new_workspace(x.key, cuda::chunk_backward_workspace(p, options));

@@ -444,6 +444,7 @@ OPERATOR_SOURCES = (
     "csrc/ops/gated_rms_norm_cuda.cpp",
     "csrc/ops/schema.cpp",
     "csrc/ops/triangular_inverse_cuda.cpp",
+    "tests/ptx_emulator/operators/backward_workspace.cpp",
     "tests/ptx_emulator/operators/gate_cumsum.cpp",
     "tests/ptx_emulator/operators/reads_too_far.cpp",
     "tests/ptx_emulator/operators/settings.cpp",

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The switches of csrc/ops/cuda_settings.h in the emulated library, for tests/emulated.py: what
-// module_cuda.cpp offers to Python in the real one, and one that only tests have.
+// module_cuda.cpp offers to Python in the real one, and two that only tests have.
 #include "ops/cuda_settings.h"
 
 extern "C" __attribute__((visibility("default"))) void ptx_emulated_operators_set(
@@ -12,4 +12,8 @@ extern "C" __attribute__((visibility("default"))) void ptx_emulated_operators_se
 extern "C" __attribute__((visibility("default"))) void ptx_emulated_operators_set_segment_strips(
     long long strips) {
   deltanet::ops::cuda_settings.backward_segment_strips = strips;
+}
+extern "C" __attribute__((visibility("default"))) void ptx_emulated_operators_set_backward_mode(
+    int mode) {
+  deltanet::ops::cuda_settings.backward_mode = mode;
 }
