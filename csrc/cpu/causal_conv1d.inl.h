@@ -177,9 +177,8 @@ struct CausalConv1d {
   static DELTANET_NOINLINE void apply_silu(Real* z, int count, int padded, RowsAhead& ahead) {
     for (int t = 0; t < count; ++t) {
       ahead.step();
-#pragma GCC unroll 2
-      for (int c = 0; c < padded; c += X::kLanes)
-        X::store(z + t * kRow + c, silu<X>(X::load(z + t * kRow + c)));
+      Real* const row = z + t * kRow;
+      for_each_silu<X>(row, padded, [&](int c, V y) { X::store(row + c, y); });
     }
   }
 

@@ -88,11 +88,10 @@ struct GatedRmsNorm {
       const V r = X::set1(s.r[i]);
       Real* const x = s.x + i * padded;
       const Real* const gate = s.gate + i * padded;
-#pragma GCC unroll 2
-      for (int c = 0; c < padded; c += W) {
+      for_each_silu<X>(gate, padded, [&](int c, V of_gate) {
         const V scaled = X::mul(X::mul(X::load(x + c), r), X::load(s.weight + c));
-        X::store(x + c, X::mul(scaled, silu<X>(X::load(gate + c))));
-      }
+        X::store(x + c, X::mul(scaled, of_gate));
+      });
     }
   }
 

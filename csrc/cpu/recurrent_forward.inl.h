@@ -336,10 +336,6 @@ struct RecurrentForward {
       load_gates<Real>(p, batch, t, head, count, s.a, s.b);
       for (int i = 0; i < count; ++i) s.a[i] = Real(std::exp(s.a[i]));
     }
-    void prepare(int64_t t, int count) const {
-      prepare_keys(t, count);
-      prepare_values(t, count);
-    }
     void store_outputs(int64_t t, int count) const {
       store_rows<X>(s.o, kRow, head_rows(p.output, batch, t, head, task.column_begin), count,
                     columns);
@@ -359,7 +355,7 @@ struct RecurrentForward {
                     task.column_begin + column, p.dim_k, count, to, int(ld), count);
     }
 
-    // A token or two: whole rows.
+    // A token or two: whole rows. The first head of a task prepares the keys.
     void run_rows() const {
       // Where the state lies between tokens: in the final state if its rows are contiguous.
       Real* state = s.S;
@@ -385,7 +381,8 @@ struct RecurrentForward {
         load(0, columns, state, state_ld);
       }
       const int count = int(end - begin);
-      if (count) prepare(begin, count);
+      if (head == task.value_head_begin) prepare_keys(begin, count);
+      prepare_values(begin, count);
       for (int i = 0; i < count; ++i) {
         Real* const to = i + 1 < count || p.final_state ? state : nullptr;
         const int64_t row_bytes = columns * int64_t(sizeof(Real));
@@ -410,7 +407,8 @@ struct RecurrentForward {
     void run_tiles() const {
       for (int64_t t = begin; t < end; t += kBlock) {
         const int count = end - t < kBlock ? int(end - t) : kBlock;
-        prepare(t, count);
+        prepare_keys(t, count);
+        prepare_values(t, count);
         for (int c = 0; c < columns; c += kTileColumns) run_tile(t, count, c);
         store_outputs(t, count);
       }

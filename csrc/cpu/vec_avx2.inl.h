@@ -76,7 +76,10 @@ struct Avx2 {
     const __m256i n = _mm256_slli_epi32(_mm256_castps_si256(y), 23);
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), n));
   }
-  static DELTANET_INLINE V one_plus_exp(V x) { return one_plus_exp_by_polynomial<Avx2>(x); }
+  template <int kCount>
+  static DELTANET_INLINE void one_plus_exp(V (&x)[kCount]) {
+    one_plus_exp_by_polynomial<Avx2>(x);
+  }
 
   static DELTANET_INLINE V load_bf16(const uint16_t* p) {
     const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));

@@ -63,7 +63,10 @@ struct Avx512 {
     const __m512i n = _mm512_slli_epi32(_mm512_castps_si512(y), 23);
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x), n));
   }
-  static DELTANET_INLINE V one_plus_exp(V x) { return one_plus_exp_by_polynomial<Avx512>(x); }
+  template <int kCount>
+  static DELTANET_INLINE void one_plus_exp(V (&x)[kCount]) {
+    one_plus_exp_by_polynomial<Avx512>(x);
+  }
 
   static DELTANET_INLINE V load_bf16(const uint16_t* p) {
     const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

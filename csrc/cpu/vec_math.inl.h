@@ -24,23 +24,35 @@ DELTANET_INLINE typename X::V exp_of_sum_by_polynomial(typename X::V hi, typenam
   return X::zero_where_less(X::scale_by_power_of_two(p, n), hi, kSmallestNormal);
 }
 
-// 1 + exp(-x) for x >= X::kLeastSilu, relative error about 1e-7.
-template <class X>
-DELTANET_INLINE typename X::V one_plus_exp_by_polynomial(typename X::V x) {
+// x <- 1 + exp(-x) for x >= X::kLeastSilu, relative error about 1e-7.
+template <class X, int kCount>
+DELTANET_INLINE void one_plus_exp_by_polynomial(typename X::V (&x)[kCount]) {
+  using V = typename X::V;
   // Adding it rounds to an integer, which then stands in the low bits.
-  constexpr float kRounds = 12582912.f;                // 1.5 * 2^23
-  const auto bounded = X::at_most(x, -X::kLeastSilu);  // exp(-87) is nothing beside 1
-  const auto shifted = X::fnma(bounded, X::set1(1.44269504f), X::set1(kRounds));
-  const auto n = X::sub(shifted, X::set1(kRounds));
-  auto r = X::fma(n, X::set1(0.693145752f), bounded);  // -r of exp(-x) = 2^n exp(r)
-  r = X::fma(n, X::set1(1.42860677e-6f), r);
+  constexpr float kRounds = 12582912.f;  // 1.5 * 2^23
+  const V log2_e = X::set1(1.44269504f), rounds = X::set1(kRounds);
+  V shifted[kCount], n[kCount], r[kCount];
+#pragma GCC unroll 8
+  for (V& e : x) e = X::at_most(e, -X::kLeastSilu);  // exp(-87) is nothing beside 1
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) shifted[i] = X::fnma(x[i], log2_e, rounds);
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) n[i] = X::sub(shifted[i], rounds);
+  // -r of exp(-x) = 2^n exp(r)
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) r[i] = X::fma(n[i], X::set1(0.693145752f), x[i]);
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) r[i] = X::fma(n[i], X::set1(1.42860677e-6f), r[i]);
   // exp(-r) to 4e-9 for |r| <= ln 2 / 2: the best polynomial of this degree that begins with 1 - r.
-  auto p = X::set1(1.38145395e-3f);
-  p = X::fma(p, r, X::set1(-8.36874545e-3f));
-  p = X::fma(p, r, X::set1(4.16683890e-2f));
-  p = X::fma(p, r, X::set1(-1.66665211e-1f));
-  p = X::fma(p, r, X::set1(0.49999994f));
-  p = X::fma(p, r, X::set1(-1.f));
-  p = X::fma(p, r, X::set1(1.f));
-  return X::add(X::set1(1.f), X::add_to_exponent(p, shifted));
+  constexpr float kPolynomial[] = {
+      1.38145395e-3f, -8.36874545e-3f, 4.16683890e-2f, -1.66665211e-1f, 0.49999994f, -1.f, 1.f};
+#pragma GCC unroll 8
+  for (V& e : x) e = X::set1(kPolynomial[0]);
+#pragma GCC unroll 8
+  for (int term = 1; term < 7; ++term)
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) x[i] = X::fma(x[i], r[i], X::set1(kPolynomial[term]));
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i)
+    x[i] = X::add(X::set1(1.f), X::add_to_exponent(x[i], shifted[i]));
 }

@@ -69,7 +69,10 @@ struct Neon {
     const int32x4_t n = vshlq_n_s32(vreinterpretq_s32_f32(y), 23);
     return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(x), n));
   }
-  static DELTANET_INLINE V one_plus_exp(V x) { return one_plus_exp_by_polynomial<Neon>(x); }
+  template <int kCount>
+  static DELTANET_INLINE void one_plus_exp(V (&x)[kCount]) {
+    one_plus_exp_by_polynomial<Neon>(x);
+  }
 
   static DELTANET_INLINE V load_bf16(const uint16_t* p) {
     return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));

@@ -40,7 +40,10 @@ struct Scalar {
 
   static constexpr Real kLeastSilu = sizeof(Real) == 8 ? -700 : -87;  // exp of it is still finite
   static DELTANET_INLINE V at_least(V x, Real bound) { return x < bound ? bound : x; }
-  static DELTANET_INLINE V one_plus_exp(V x) { return 1 + std::exp(-x); }
+  template <int kCount>
+  static DELTANET_INLINE void one_plus_exp(V (&x)[kCount]) {
+    for (V& e : x) e = 1 + std::exp(-e);
+  }
 
   static DELTANET_INLINE V load_bf16(const uint16_t* p) { return Real(bf16_to_float(*p)); }
   static DELTANET_INLINE V load_f16(const uint16_t* p) { return Real(f16_to_float(*p)); }

@@ -9,7 +9,11 @@ void exp_of_sum(const float* hi, const float* lo, float* out, int n) {
     X::store(out + i, X::exp_of_sum(X::load(hi + i), X::load(lo + i)));
 }
 void one_plus_exp(const float* x, float* out, int n) {
-  for (int i = 0; i < n; i += X::kLanes) X::store(out + i, X::one_plus_exp(X::load(x + i)));
+  for (int i = 0; i < n; i += X::kLanes) {
+    typename X::V v[1] = {X::load(x + i)};
+    X::one_plus_exp(v);
+    X::store(out + i, v[0]);
+  }
 }
 void load_bf16(const uint16_t* from, float* out, int n) {
   for (int i = 0; i < n; i += X::kLanes) X::store(out + i, X::load_bf16(from + i));
