@@ -211,8 +211,7 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
             continue
         for dtype in options.dtype:
             print(f"  {case} {dtype}", file=sys.stderr, flush=True)
-            seconds = 2 if options.shapes else 3 if options.quick else 20
-            for row in measure(case, dtype, seconds, peak, options.shapes, options.peers):
+            for row in measure(case, dtype, options.seconds, peak, options.shapes, options.peers):
                 rows.append(row | {"malloc": options.malloc})
                 best, share = row["ms_min"], row["share"]
                 note = f"    {row['contestant']}: {best:.3g} ms, {share:.0%} of peak"
@@ -228,6 +227,7 @@ def run_tuned(options: argparse.Namespace) -> list[dict[str, Any]]:
         command += ["--threads", str(options.threads), "--dtype", *options.dtype]
         command += ["--only", *options.only, *(["--quick"] if options.quick else [])]
         command += ["--peers"] if options.peers else []
+        command += ["--seconds", str(options.seconds)]
         subprocess.run(command, env=os.environ | TUNED, check=True)
         return json.loads(path.read_text())
 
@@ -281,12 +281,16 @@ def main() -> int:
     parser.add_argument("--dtype", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     parser.add_argument("--only", nargs="*", default=[], help="parts of the names of cases")
     parser.add_argument("--malloc", choices=("both", "default", "tuned"), default="both")
+    parser.add_argument("--seconds", type=float, help="for each case (default: 20)")
     parser.add_argument("--out", help="file for the result (default: under benchmarks/results)")
     parser.add_argument("--rows", help=argparse.SUPPRESS)  # a child's answer to its parent
     options = parser.parse_args()
 
     if options.malloc == "tuned" and any(os.environ.get(k) != v for k, v in TUNED.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | TUNED)
+
+    if options.seconds is None:
+        options.seconds = 2 if options.shapes else 3 if options.quick else 20
 
     load = os.getloadavg()
     cores = machine.pin(options.threads)

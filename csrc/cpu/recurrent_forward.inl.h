@@ -179,8 +179,8 @@ struct RecurrentForward {
         prefetch(next + (dim_k - 1 - i) * ld, row_bytes);
     }
   };
-  // A tile: the next one, a share of it in each token.
-  struct TileAhead {
+  // Tiles: the state of the next head, a share of it in each token of each tile.
+  struct ShareAhead {
     const Real* next;  // null: none
     int64_t ld, row_bytes;
     int first, last, dim_k;
@@ -188,7 +188,8 @@ struct RecurrentForward {
       if (!next) return;
       const int rows = last - first;
       for (int i = first + row * rows / dim_k; i < first + (row + count) * rows / dim_k; ++i)
-        prefetch(next + i * ld, row_bytes);
+        for (int64_t at = 0; at < row_bytes; at += 64)  // into L2: L1 holds the tile
+          __builtin_prefetch(reinterpret_cast<const char*>(next + i * ld) + at, 0, 2);
     }
     DELTANET_INLINE void writing(int, int) const {}
   };
@@ -405,40 +406,85 @@ struct RecurrentForward {
 
     // More tokens: block by block, and in each of them tile by tile.
     void run_tiles() const {
+      load_tiles();
       for (int64_t t = begin; t < end; t += kBlock) {
         const int count = end - t < kBlock ? int(end - t) : kBlock;
-        prepare_keys(t, count);
+        // Keys of one block are still there from the task's first head.
+        if (head == task.value_head_begin || end - begin > kBlock) prepare_keys(t, count);
         prepare_values(t, count);
         for (int c = 0; c < columns; c += kTileColumns) run_tile(t, count, c);
         store_outputs(t, count);
       }
+      if (p.final_state) store_tiles();
+    }
+    Real* tile(int c) const { return s.S + size_t(c) * p.dim_k; }
+    int tile_width(int c) const { return min_of(kTileColumns, columns - c); }
+
+    // Between states and tiles rows go in the order of memory: tile by tile, pieces of 128 bytes
+    // far apart, a state took 14 us to come and go, and 4 do now.
+    void load_tiles() const {
+      const ConstMatrix first = initial();
+      if (!readable(first)) {
+        for (int c = 0; c < columns; c += kTileColumns)
+          load(c, tile_width(c), tile(c), kTileColumns);
+        return;
+      }
+      const auto* from = static_cast<const Real*>(first.data);
+      for (int row = 0; row < p.dim_k; ++row, from += first.row_stride)
+        for (int c = 0; c < columns; c += kTileColumns)
+          copy<false>(from + c, tile(c) + row * kTileColumns, tile_width(c));
+    }
+    void store_tiles() const {
+      const Matrix last = state_of(p.final_state, task.sequence, 0);
+      if (last.column_stride != 1) {
+        for (int c = 0; c < columns; c += kTileColumns)
+          store_state<X>(tile(c), kTileColumns, state_of(p.final_state, task.sequence, c), p.dim_k,
+                         tile_width(c));
+        return;
+      }
+      auto* to = static_cast<Real*>(last.data);
+      const bool stream = states_exceed_caches(p) && uintptr_t(to) % kScratchAlignment == 0 &&
+                          uintptr_t(last.row_stride) * sizeof(Real) % kScratchAlignment == 0;
+      for (int row = 0; row < p.dim_k; ++row, to += last.row_stride)
+        for (int c = 0; c < columns; c += kTileColumns) {
+          const Real* const from = tile(c) + row * kTileColumns;
+          stream ? copy<true>(from, to + c, tile_width(c))
+                 : copy<false>(from, to + c, tile_width(c));
+        }
+    }
+    template <bool kStream>
+    static DELTANET_INLINE void copy(const Real* from, Real* to, int width) {
+      if (width < kTileColumns) {
+        std::memcpy(to, from, sizeof(Real) * size_t(width));
+        return;
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < kTileColumns; i += W)
+        kStream ? X::stream(to + i, X::load(from + i)) : X::store(to + i, X::load(from + i));
     }
     void run_tile(int64_t t, int count, int c) const {
-      const int width = min_of(kTileColumns, columns - c);
-      Real* const S = s.S + size_t(c) * p.dim_k;
-      TileAhead ahead{nullptr, 0, width * int64_t(sizeof(Real)), 0, 0, p.dim_k};
+      const int width = tile_width(c);
+      Real* const S = tile(c);
+      ShareAhead ahead{nullptr, 0, columns * int64_t(sizeof(Real)), 0, 0, p.dim_k};
       if (t == begin) {
-        load(c, width, S, kTileColumns);
         const ConstMatrix first = initial();
         if (readable(first)) {
-          const bool last = c + kTileColumns >= columns;
-          ahead.next = static_cast<const Real*>(first.data);
-          ahead.next += last ? p.initial_state.stride[1] : c + kTileColumns;
+          ahead.next = static_cast<const Real*>(first.data) + p.initial_state.stride[1];
           ahead.ld = first.row_stride;
         }
       } else if (p.saved_states && (t - begin) % kSegmentTokens == 0) {
         store_state<X>(S, kTileColumns, state_of(p.saved_states, p.saved_state(batch, t), c),
                        p.dim_k, width);
       }
+      const int tiles = (columns + kTileColumns - 1) / kTileColumns;
       for (int i = 0; i < count; ++i) {
         const bool wanted = t + i + 1 < end || p.final_state;
-        ahead.first = p.dim_k * i / count;
-        ahead.last = p.dim_k * (i + 1) / count;
+        const int share = c / kTileColumns * count + i;
+        ahead.first = p.dim_k * share / (tiles * count);
+        ahead.last = p.dim_k * (share + 1) / (tiles * count);
         step(s, i, c, width, S, kTileColumns, wanted ? S : nullptr, kTileColumns, p.dim_k,
              Real(p.scale), ahead);
       }
-      if (t + count == end && p.final_state)
-        store_state<X>(S, kTileColumns, state_of(p.final_state, task.sequence, c), p.dim_k, width);
     }
   };
 
@@ -502,12 +548,13 @@ struct RecurrentForward {
     if (can_overlap(p, tasks, count)) {
       run_overlapped(p, tasks, count,
                      {s, carve(static_cast<char*>(scratch) + s.bytes, 0, columns)});
-      return X::finish_streams();
+    } else {
+      for (int i = 0; i < count; ++i)
+        for (int64_t h = tasks[i].value_head_begin; h < tasks[i].value_head_end; ++h) {
+          const Head head(p, tasks[i], s, h);
+          head.end - head.begin > kInRows ? head.run_tiles() : head.run_rows();
+        }
     }
-    for (int i = 0; i < count; ++i)
-      for (int64_t h = tasks[i].value_head_begin; h < tasks[i].value_head_end; ++h) {
-        const Head head(p, tasks[i], s, h);
-        head.end - head.begin > kInRows ? head.run_tiles() : head.run_rows();
-      }
+    X::finish_streams();
   }
 };
