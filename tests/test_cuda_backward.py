@@ -117,6 +117,23 @@ def test_whichever_result_is_used(uses: str, poison: None) -> None:
     judge_fp32(Case("uses", T=61, HV=3, K=20, V=28, state=FP32), uses=uses)
 
 
+@pytest.mark.parametrize("mode", ["parallel", "walk"])
+@pytest.mark.parametrize("sizes", [(1, 0), (0, 5), (0, 0)], ids=str)
+def test_without_tokens_sums_over_gates_are_zero(
+    sizes: tuple[int, int], mode: str, poison: None
+) -> None:
+    case = Case("no tokens", B=sizes[0], T=sizes[1], HV=4, K=8, V=8, state=FP32, raw_gate=True)
+    args = case.inputs()
+    for name in ("A_log", "dt_bias", "initial_state"):
+        args[name] = args[name].requires_grad_()
+    with emulated.backward_mode(mode):
+        out, states = deltanet_ext.chunk_gated_delta_rule(**args)
+        (out.sum() + states.sum()).backward()
+    assert (args["A_log"].grad == 0).all()
+    assert (args["dt_bias"].grad == 0).all()
+    assert (args["initial_state"].grad == 1).all()
+
+
 # bf16 with rows of whole quads runs the forward pass on tensor cores.
 NARROW_CASES = [
     *(ALL[name] for name in ("T=17", "HK=1 HV=3", "K=33 V=100", "g positive", "state V first",

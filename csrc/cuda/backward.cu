@@ -125,9 +125,11 @@ struct ParallelWorkspace {
   GradientArguments plan = {};
 };
 
-void reduce(const RuleBackwardParams& p, const ReduceArguments& x, cudaStream_t stream) {
-  launch("reduce", reduce_kernel, x.row_blocks + (x.gate_sums ? p.value_heads : 0), kReduceThreads,
-         /*dynamic_shared=*/0, stream, p, x);
+// Without tokens there are no sums, and none of their memory, but gradients of zero to write.
+void reduce(const RuleBackwardParams& p, const Wanted& wanted, const ReduceArguments& x,
+            cudaStream_t stream) {
+  launch("reduce", reduce_kernel, x.row_blocks + (wanted.gate_sums ? p.value_heads : 0),
+         kReduceThreads, /*dynamic_shared=*/0, stream, p, x);
 }
 
 void backward_by_walk(const RuleBackwardParams& p, const Wanted& wanted, Arena arena,
@@ -137,7 +139,7 @@ void backward_by_walk(const RuleBackwardParams& p, const Wanted& wanted, Arena a
   ReduceArguments sums = {};
   sums.gate_rows = p.sequences;
   sums.gate_sums = plan.gate_sums;
-  reduce(p, sums, stream);
+  reduce(p, wanted, sums, stream);
 }
 
 void backward_in_parallel(const RuleBackwardParams& p, const Wanted& wanted,
@@ -178,7 +180,7 @@ void backward_in_parallel(const RuleBackwardParams& p, const Wanted& wanted,
   if (split || p.packed()) sums.row_blocks = strips * p.key_heads;
   sums.gate_rows = strips;
   sums.gate_sums = w.plan.gate_sums;
-  reduce(p, sums, stream);
+  reduce(p, wanted, sums, stream);
 }
 
 }  // namespace
