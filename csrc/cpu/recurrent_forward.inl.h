@@ -420,8 +420,7 @@ struct RecurrentForward {
     Real* tile(int c) const { return s.S + size_t(c) * p.dim_k; }
     int tile_width(int c) const { return min_of(kTileColumns, columns - c); }
 
-    // Between states and tiles rows go in the order of memory: tile by tile, pieces of 128 bytes
-    // far apart, a state took 14 us to come and go, and 4 do now.
+    // Between states and tiles rows go in the order of memory, not tile by tile.
     void load_tiles() const {
       const ConstMatrix first = initial();
       if (!readable(first)) {
