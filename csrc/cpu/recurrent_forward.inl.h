@@ -12,8 +12,11 @@
 // Memory:      a token or two: the first reads the initial state where it lies and writes the final
 //              state, which is then updated in place, 2 K V elements per token and head. More: the
 //              state is cut into tiles of columns, and each stays in L1 for a block of tokens.
-//              One token and states in memory: a head is written while the next one is read, row by
-//              row, so that memory reads and writes at the same time.
+//              One token and states in memory: the new state goes past the caches. Where a vector
+//              is less than a line, a head is written while the next one is read, row by row, so
+//              that memory reads and writes at the same time.
+// Registers:   where they hold both sums over 128 columns (X::kRowVectors), a token or two goes row
+//              by row through them; elsewhere several rows share a pass over the sums in L1.
 //
 // Included inside an ISA namespace, after a vector type X.
 
@@ -236,6 +239,96 @@ struct RecurrentForward {
     }
   }
 
+  // The same token where registers hold the sums of kRowVectors vectors of columns.
+  struct InRegisters {
+    const Scratch& s;
+    int token;
+    const ShareAhead& ahead;
+    const Real* from;
+    int64_t from_ld;
+    Real* to;  // null: not wanted
+    int64_t to_ld;
+    int dim_k;
+    bool stream;  // past the caches
+
+    template <int kCount, bool kPartial = false>
+    DELTANET_INLINE void read(int column, int lanes = W) const {
+      const Real *const ks = s.k + token * kRow, *const qs = s.q + token * kRow;
+      const Real* S = from + column;
+      V x[kCount], y[kCount];
+#pragma GCC unroll 8
+      for (int j = 0; j < kCount; ++j) x[j] = y[j] = X::zero();
+      for (int row = 0; row < dim_k; ++row, S += from_ld) {
+        if (row % 8 == 0) ahead.reading(row, min_of(8, dim_k - row));
+        const V k = X::set1(ks[row]), q = X::set1(qs[row]);
+#pragma GCC unroll 8
+        for (int j = 0; j < kCount; ++j) {
+          const V entry = load<kPartial>(S + j * W, lanes);
+          x[j] = X::fma(k, entry, x[j]);
+          y[j] = X::fma(q, entry, y[j]);
+        }
+      }
+#pragma GCC unroll 8
+      for (int j = 0; j < kCount; ++j) {
+        X::store(s.x + column + j * W, x[j]);
+        X::store(s.y + column + j * W, y[j]);
+      }
+    }
+    // Backwards: the rows that were read last are the nearest.
+    template <int kCount, bool kStream, bool kPartial = false>
+    DELTANET_INLINE void write(int column, int lanes = W) const {
+      const Real* const ks = s.k + token * kRow;
+      const V decay = X::set1(s.a[token]);
+      const Real* S = from + column + (dim_k - 1) * from_ld;
+      Real* out = to + column + (dim_k - 1) * to_ld;
+      V d[kCount];
+#pragma GCC unroll 8
+      for (int j = 0; j < kCount; ++j) d[j] = X::load(s.x + column + j * W);
+      for (int row = dim_k - 1; row >= 0; --row, S -= from_ld, out -= to_ld) {
+        const V k = X::set1(ks[row]);
+#pragma GCC unroll 8
+        for (int j = 0; j < kCount; ++j) {
+          const V entry = X::fma(k, d[j], X::mul(decay, load<kPartial>(S + j * W, lanes)));
+          if constexpr (kPartial)
+            X::store_partial(out + j * W, entry, lanes);
+          else if constexpr (kStream)
+            X::stream(out + j * W, entry);
+          else
+            X::store(out + j * W, entry);
+        }
+      }
+    }
+    template <int kCount>
+    DELTANET_INLINE void write_whole(int column) const {
+      stream ? write<kCount, true>(column) : write<kCount, false>(column);
+    }
+
+    // Calls panel(count, column) with as many vectors as registers hold, last(column, lanes) with
+    // what remains of a vector.
+    template <class Panel, class Last>
+    static DELTANET_INLINE void for_panels(int columns, const Panel& panel, const Last& last) {
+      constexpr int kMost = X::kRowVectors;
+      static_assert(kMost == 8);
+      int c = 0;
+      for (; c + kMost * W <= columns; c += kMost * W)
+        panel(std::integral_constant<int, kMost>(), c);
+      if (c + 4 * W <= columns) panel(std::integral_constant<int, 4>(), c), c += 4 * W;
+      if (c + 2 * W <= columns) panel(std::integral_constant<int, 2>(), c), c += 2 * W;
+      if (c + W <= columns) panel(std::integral_constant<int, 1>(), c), c += W;
+      if (c < columns) last(c, columns - c);
+    }
+    DELTANET_NOINLINE void run(int column, int columns, Real scale) const {
+      for_panels(
+          columns, [&](auto count, int c) { read<count()>(c); },
+          [&](int c, int lanes) { read<1, true>(c, lanes); });
+      finish_sums(s, token, column, columns, scale);
+      if (!to) return;
+      for_panels(
+          columns, [&](auto count, int c) { write_whole<count()>(c); },
+          [&](int c, int lanes) { write<1, false, true>(c, lanes); });
+    }
+  };
+
   // A head whose new state has not been written yet.
   struct Unwritten {
     Scratch s;         // its k, d and decay
@@ -285,6 +378,17 @@ struct RecurrentForward {
     constexpr int64_t kLargestCache = 12 << 20;
     return 2 * int64_t(sizeof(Real)) * p.sequences * p.value_heads * p.dim_k * p.dim_v >
            kLargestCache;
+  }
+
+  // Whether rows of a state can be read or written in place, each at an address so aligned.
+  template <class AnyView>
+  static bool rows_aligned(const AnyView& x, uintptr_t alignment) {
+    bool aligned = uintptr_t(x.data) % alignment == 0;
+    for (int i = 0; i < 3; ++i) aligned &= uintptr_t(x.stride[i]) * sizeof(Real) % alignment == 0;
+    return aligned && x.stride[3] == 1 && x.dtype == own_dtype<Real>();
+  }
+  static bool whole_lines(const MutableView<4>& states) {
+    return rows_aligned(states, kScratchAlignment);
   }
 
   // One value head of a task, over its sequence.
@@ -354,6 +458,56 @@ struct RecurrentForward {
       if (p.initial_state) from = state_of(p.initial_state, task.sequence, column);
       load_state<X>(p.initial_state ? &from : nullptr, p.initial_state_is_identity,
                     task.column_begin + column, p.dim_k, count, to, int(ld), count);
+    }
+
+    // Registers hold the sums over whole rows. The first token reads the initial state where it
+    // lies, the last one writes the final state, and in between the state stays in L2.
+    void run_in_registers() const {
+      const ConstMatrix first = initial();
+      Matrix last{};
+      if (p.final_state) last = state_of(p.final_state, task.sequence, 0);
+      const bool writable = p.final_state && last.column_stride == 1;
+      const bool far = writable && states_exceed_caches(p) && whole_lines(p.final_state) &&
+                       task.column_begin * sizeof(Real) % kScratchAlignment == 0;
+
+      Real* const S = s.S;
+      const int64_t ld = round_up(columns, W);
+      const Real* from = S;
+      int64_t from_ld = ld;
+      ShareAhead ahead{nullptr, 0, columns * int64_t(sizeof(Real)), 0, 0, p.dim_k};
+      if (begin < end && readable(first)) {
+        from = static_cast<const Real*>(first.data);
+        from_ld = first.row_stride;
+        if (end - begin > 1) ahead.next = from + p.initial_state.stride[1];
+        ahead.ld = from_ld;
+      } else {
+        load(0, columns, S, ld);
+      }
+      for (int64_t t = begin; t < end; t += kBlock) {
+        const int count = end - t < kBlock ? int(end - t) : kBlock;
+        if (head == task.value_head_begin || end - begin > kBlock) prepare_keys(t, count);
+        prepare_values(t, count);
+        for (int i = 0; i < count; ++i) {
+          if (p.saved_states && t + i > begin && (t + i - begin) % kSegmentTokens == 0)
+            store_state<X>(S, int(ld), state_of(p.saved_states, p.saved_state(batch, t), 0),
+                           p.dim_k, columns);
+          const bool is_last = t + i + 1 == end;
+          Real* to = is_last && !p.final_state ? nullptr : S;
+          int64_t to_ld = ld;
+          if (is_last && writable) to = static_cast<Real*>(last.data), to_ld = last.row_stride;
+          ahead.first = p.dim_k * i / count;
+          ahead.last = p.dim_k * (i + 1) / count;
+          const bool stream = is_last && far && from != to;
+          InRegisters{s, i, ahead, from, from_ld, to, to_ld, p.dim_k, stream}.run(0, columns,
+                                                                                  Real(p.scale));
+          from = S;
+          from_ld = ld;
+        }
+        ahead.next = nullptr;
+        store_outputs(t, count);
+      }
+      if (p.final_state && (!writable || begin == end))
+        store_state<X>(S, int(ld), last, p.dim_k, columns);
     }
 
     // A token or two: whole rows. The first head of a task prepares the keys.
@@ -489,14 +643,8 @@ struct RecurrentForward {
 
   // Whether every task has one token, reads its state in place, and can write it past the caches.
   static bool can_overlap(const GatedDeltaRuleParams& p, const RuleTask* tasks, int count) {
-    const auto rows_aligned = [](const auto& x, uintptr_t alignment) {
-      bool aligned = uintptr_t(x.data) % alignment == 0;
-      for (int i = 0; i < 3; ++i) aligned &= uintptr_t(x.stride[i]) * sizeof(Real) % alignment == 0;
-      return aligned && x.stride[3] == 1 && x.dtype == own_dtype<Real>();
-    };
     if (!p.initial_state || !p.final_state || !states_exceed_caches(p) ||
-        !rows_aligned(p.initial_state, sizeof(Real)) ||
-        !rows_aligned(p.final_state, kScratchAlignment))
+        !rows_aligned(p.initial_state, sizeof(Real)) || !whole_lines(p.final_state))
       return false;
     for (int i = 0; i < count; ++i) {
       const RuleTask& t = tasks[i];
@@ -544,14 +692,17 @@ struct RecurrentForward {
     for (int i = 0; i < count; ++i)
       columns = std::max(columns, tasks[i].column_end - tasks[i].column_begin);
     const Scratch s = carve(scratch, p.dim_k, columns);
-    if (can_overlap(p, tasks, count)) {
+    if (!X::kRowVectors && can_overlap(p, tasks, count)) {
       run_overlapped(p, tasks, count,
                      {s, carve(static_cast<char*>(scratch) + s.bytes, 0, columns)});
     } else {
       for (int i = 0; i < count; ++i)
         for (int64_t h = tasks[i].value_head_begin; h < tasks[i].value_head_end; ++h) {
           const Head head(p, tasks[i], s, h);
-          head.end - head.begin > kInRows ? head.run_tiles() : head.run_rows();
+          if constexpr (X::kRowVectors > 0)
+            head.run_in_registers();
+          else
+            head.end - head.begin > kInRows ? head.run_tiles() : head.run_rows();
         }
     }
     X::finish_streams();

@@ -17,6 +17,7 @@ struct Avx2 {
   static constexpr int update_rows_for(int width) { return width == 2 ? 6 : 12; }
   static constexpr int kDotRows = 2;    // 2 x 4 dot products at a time
   static constexpr int kStateRows = 4;  // rows of the state at a time in the recurrent kernel
+  static constexpr int kRowVectors = 0;
 
   static DELTANET_INLINE V zero() { return _mm256_setzero_ps(); }
   static DELTANET_INLINE V set1(float x) { return _mm256_set1_ps(x); }

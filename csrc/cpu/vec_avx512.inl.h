@@ -15,8 +15,9 @@ struct Avx512 {
   static constexpr int kTileWidths[] = {4, 2, 1};
   static constexpr int rows_for(int width) { return 16 / width; }
   static constexpr int update_rows_for(int width) { return 16 / width; }
-  static constexpr int kDotRows = 4;    // 4 x 4 dot products at a time
-  static constexpr int kStateRows = 8;  // rows of the state at a time in the recurrent kernel
+  static constexpr int kDotRows = 4;     // 4 x 4 dot products at a time
+  static constexpr int kStateRows = 8;   // rows of the state at a time in the recurrent kernel
+  static constexpr int kRowVectors = 8;  // of a state's row, whose sums registers hold there
 
   static DELTANET_INLINE V zero() { return _mm512_setzero_ps(); }
   static DELTANET_INLINE V set1(float x) { return _mm512_set1_ps(x); }

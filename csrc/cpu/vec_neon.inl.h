@@ -16,6 +16,7 @@ struct Neon {
   static constexpr int update_rows_for(int width) { return 16 / width; }
   static constexpr int kDotRows = 4;    // 4 x 4 dot products at a time
   static constexpr int kStateRows = 8;  // rows of the state at a time in the recurrent kernel
+  static constexpr int kRowVectors = 0;
 
   static DELTANET_INLINE V zero() { return vdupq_n_f32(0); }
   static DELTANET_INLINE V set1(float x) { return vdupq_n_f32(x); }

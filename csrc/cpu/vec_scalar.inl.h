@@ -17,6 +17,7 @@ struct Scalar {
   static constexpr int update_rows_for(int) { return 2; }
   static constexpr int kDotRows = 2;
   static constexpr int kStateRows = 4;  // rows of the state at a time in the recurrent kernel
+  static constexpr int kRowVectors = 0;
 
   static DELTANET_INLINE V zero() { return 0; }
   static DELTANET_INLINE V set1(Real x) { return x; }
