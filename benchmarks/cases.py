@@ -30,6 +30,8 @@ class Case:
     backward: bool = False
     strided: bool = False  # q, k, v as views of one [B, D, T] tensor, which is what models pass
     quick: bool = True  # part of --quick
+    in_place: bool = False  # a decode step that overwrites its states
+    fast: bool = False  # products of bf16 pairs, on CPUs that have them
     sequences: int = 1  # packed along the tokens, of equal length
 
     def __str__(self) -> str:
@@ -71,6 +73,11 @@ class Case:
     def state_floats(self) -> int:
         return self.batch * self.sequences * self.value_heads * self.key_dim * self.value_dim
 
+    def runs_here(self, dtype: str) -> bool:
+        from deltanet_ext import available_cpu_isas
+
+        return not self.fast or (dtype == "bf16" and "avx512_bf16" in available_cpu_isas())
+
     def inputs(self, dtype: torch.dtype) -> dict[str, Any]:
         """Seeded inputs with gates as the models start with: A = U(1, 16), dt_bias = 1."""
         rng = torch.Generator().manual_seed(0)
@@ -104,6 +111,7 @@ class Case:
 
 CASES = (
     Case("prefill 4096", 1, 4096, 16, 32),
+    Case("prefill 4096, fast", 1, 4096, 16, 32, fast=True),
     Case("prefill 4096, strided", 1, 4096, 16, 32, strided=True, quick=False),
     Case("prefill 1024", 1, 1024, 8, 16),
     Case("prefill 4 x 512", 4, 512, 8, 16, quick=False),
@@ -113,6 +121,8 @@ CASES = (
     Case("backward 4096", 1, 4096, 16, 32, backward=True, quick=False),
     Case("decode 1", 1, 1, 16, 32, decode=True),
     Case("decode 32", 32, 1, 16, 32, decode=True),
+    Case("decode 1, in place", 1, 1, 16, 32, decode=True, in_place=True),
+    Case("decode 32, in place", 32, 1, 16, 32, decode=True, in_place=True),
 )
 
 # Every kind of shape that users have, by itself and with few rounds: run.py --shapes.

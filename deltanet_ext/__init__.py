@@ -33,6 +33,7 @@ from deltanet_ext.ops import (
     cpu_isa,
     force_cpu_isa,
     fused_recurrent_gated_delta_rule,
+    gated_delta_rule_update,
     recurrent_gated_delta_rule,
     unit_lower_triangular_inverse,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "explain",
     "force_cpu_isa",
     "fused_recurrent_gated_delta_rule",
+    "gated_delta_rule_update",
     "gated_rms_norm",
     "get_cpu_precision",
     "get_cuda_precision",

@@ -117,6 +117,57 @@ def check_transition(
         _explain_flags(call, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
 
 
+def check_rule_update(
+    call: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    state_indices: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    scale: float | None,
+    *flags: bool,
+) -> None:
+    """The arguments of `gated_delta_rule_update`: those of the rule, and a state to write."""
+    check_rule(call, query, key, value, g, beta, None, None, A_log, dt_bias, scale, False, *flags)
+    if query.device.type == "cuda":
+        raise NotImplementedError(
+            f"{call}: query is on {query.device}; supported: cpu, and on cuda "
+            "recurrent_gated_delta_rule with initial_state"
+        )
+    state_v_first = flags[-1]
+    _need_tensor(call, "state", state)
+    _need_device(call, "state", state, query.device)
+    _need_dtype(call, "state", state, (state_dtype(query),))
+    batch, _, heads, dim_v = value.shape
+    matrix = (dim_v, query.shape[3]) if state_v_first else (query.shape[3], dim_v)
+    text = "[N, HV, V, K]" if state_v_first else "[N, HV, K, V]"
+    _need_rank(call, "state", state, text)
+    slots = batch if state_indices is None else state.shape[0]
+    if state_indices is not None:
+        _explain_slots(call, "state_indices", state_indices, query, batch, slots)
+    _need_shape(call, "state", state, text, (slots, heads, *matrix))
+    if not state.is_contiguous():
+        _need_own_memory(call, "state", state)
+    if torch.is_grad_enabled():
+        for name, given in (
+            ("query", query),
+            ("key", key),
+            ("value", value),
+            ("g", g),
+            ("beta", beta),
+            ("state", state),
+            ("A_log", A_log),
+            ("dt_bias", dt_bias),
+        ):
+            _need_no_gradient(
+                call, name, given, "state", "recurrent_gated_delta_rule with initial_state"
+            )
+
+
 def check_inverse(call: str, L: Tensor) -> None:
     """One `[..., C, C]` tensor, C from 1 to 128."""
     _need_tensor(call, "L", L)
@@ -336,6 +387,55 @@ def _explain_state(
         text, wanted = "[N, HV, K, V]", (sequences, heads, dim_k, dim_v)
     _need_shape(call, "initial_state", initial_state, text, wanted)
     _need_device(call, "initial_state", initial_state, query.device)
+
+
+def state_dtype(query: Tensor) -> torch.dtype:
+    """The state, and all arithmetic, is fp32; fp64 for fp64 inputs."""
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+def _explain_slots(call: str, name: str, indices: Any, x: Tensor, batch: int, slots: int) -> None:
+    """Indices [B] into a pool of states that is written."""
+    _need_tensor(call, name, indices, "torch.Tensor or None")
+    _need_device(call, name, indices, x.device)
+    _need_dtype(call, name, indices, _INDICES)
+    _need_shape(call, name, indices, "[B]", (batch,))
+    if not _contents_are_at_hand(indices):
+        return
+    taken = set()
+    for row, slot in enumerate(indices.tolist()):
+        if slot >= slots:
+            raise ValueError(
+                f"{call}: {name} has {slot} at position {row}; supported: below the "
+                f"{slots} states, or negative for none"
+            )
+        if slot in taken:
+            raise ValueError(f"{call}: {name} has {slot} twice; two rows would write one state")
+        if slot >= 0:
+            taken.add(slot)
+
+
+def _need_own_memory(call: str, name: str, written: Tensor) -> None:
+    """Elements that share memory cannot be written one by one."""
+    reach = 0
+    for stride, size in sorted(zip(written.stride(), written.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            raise ValueError(
+                f"{call}: {name} overlaps itself (shape {_shape(written)}, strides "
+                f"{tuple(written.stride())}); supported: elements with memory of their own"
+            )
+        reach += stride * (size - 1) if size > 1 else 0
+
+
+def _need_no_gradient(
+    call: str, name: str, x: Tensor | None, written: str, differentiable: str
+) -> None:
+    """What is overwritten has no gradient."""
+    if x is not None and x.requires_grad:
+        raise NotImplementedError(
+            f"{call}: {name} requires grad, and {written} is overwritten; supported: "
+            f"torch.no_grad(), or {differentiable}"
+        )
 
 
 def _explain_flags(call: str, **flags: bool) -> None:

@@ -13,11 +13,7 @@ import torch
 from torch import Tensor
 
 from deltanet_ext._autograd import SEGMENT_TOKENS
-
-
-def state_dtype(query: Tensor) -> torch.dtype:
-    """The state, and all arithmetic, is fp32; fp64 for fp64 inputs."""
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
+from deltanet_ext._checks import state_dtype
 
 
 def rule_forward(
@@ -86,6 +82,10 @@ def rule_backward(
     plain = [gradient(i, x) for i, x in enumerate((query, key, value, g, beta))]
     wide = enumerate((initial_state, A_log, dt_bias), len(plain))
     return *plain, *(gradient(i, x, arithmetic) for i, x in wide)
+
+
+def gated_delta_rule_update(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    return query.new_empty(value.shape)
 
 
 def chunk_transition(
@@ -181,6 +181,7 @@ def register() -> None:
         torch.library.register_fake(name, rule_forward)
         torch.library.register_fake(f"{name}_saving", rule_forward_saving)
     torch.library.register_fake("deltanet_ext::chunk_gated_delta_rule_backward", rule_backward)
+    torch.library.register_fake("deltanet_ext::gated_delta_rule_update", gated_delta_rule_update)
     torch.library.register_fake("deltanet_ext::chunk_transition", chunk_transition)
     torch.library.register_fake(
         "deltanet_ext::unit_lower_triangular_inverse", unit_lower_triangular_inverse

@@ -11,15 +11,17 @@ from torch import Tensor
 from deltanet_ext._checks import (
     _FLOATS,
     _INDICES,
-    _contents_are_at_hand,
     _dtype,
     _explain_cu_seqlens,
     _explain_flags,
+    _explain_slots,
     _is_plain,
     _kind,
     _need_cuda_dtype,
     _need_device,
     _need_dtype,
+    _need_no_gradient,
+    _need_own_memory,
     _need_shape,
     _need_tensor,
     _per_token_dtypes,
@@ -131,11 +133,9 @@ def check_update(
             ("bias", bias),
             ("conv_state", conv_state),
         ):
-            if given is not None and given.requires_grad:
-                raise NotImplementedError(
-                    f"{call}: {name} requires grad, and conv_state is overwritten; supported: "
-                    "torch.no_grad(), or causal_conv1d_fn with initial_states"
-                )
+            _need_no_gradient(
+                call, name, given, "conv_state", "causal_conv1d_fn with initial_states"
+            )
 
 
 def check_norm(call: str, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> None:
@@ -296,40 +296,8 @@ def _explain_pool(
     if indices is None:
         slots = batch
     else:
-        _need_device_of(call, "conv_state_indices", indices, x)
-        _need_dtype(call, "conv_state_indices", indices, _INDICES)
-        _need_shape(call, "conv_state_indices", indices, "[B]", (batch,))
-        if _contents_are_at_hand(indices):
-            _explain_slots(call, indices.tolist(), slots)
+        _explain_slots(call, "conv_state_indices", indices, x, batch, slots)
     _explain_states(call, "conv_state", conv_state, x, "[N, D, S]", (slots, channels, kept))
-
-
-def _explain_slots(call: str, indices: list[int], slots: int) -> None:
-    taken = set()
-    for row, slot in enumerate(indices):
-        if slot >= slots:
-            raise ValueError(
-                f"{call}: conv_state_indices has {slot} at position {row}; supported: below the "
-                f"{slots} states, or negative for none"
-            )
-        if slot in taken:
-            raise ValueError(
-                f"{call}: conv_state_indices has {slot} twice; two rows would write one state"
-            )
-        if slot >= 0:
-            taken.add(slot)
-
-
-def _need_own_memory(call: str, name: str, written: Tensor) -> None:
-    """Elements that share memory cannot be written one by one."""
-    reach = 0
-    for stride, size in sorted(zip(written.stride(), written.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            raise ValueError(
-                f"{call}: {name} overlaps itself (shape {_shape(written)}, strides "
-                f"{tuple(written.stride())}); supported: elements with memory of their own"
-            )
-        reach += stride * (size - 1) if size > 1 else 0
 
 
 def _need_device_of(call: str, name: str, given: Tensor, x: Tensor) -> None:

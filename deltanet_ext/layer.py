@@ -20,11 +20,10 @@ Common to all (equation numbers are those of docs/algorithm.md):
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from deltanet_ext import _layer_checks
-from deltanet_ext.ops import _operator, _run
+from deltanet_ext.ops import _note_write, _operator, _run
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "gated_rms_norm"]
 
@@ -76,6 +75,7 @@ def causal_conv1d_fn(
         NotImplementedError: a second derivative, or one in forward mode.
         ImportError: the compiled library is missing.
 
+    >>> import torch
     >>> x = torch.tensor([[[1.0, 2.0, 3.0]]])
     >>> causal_conv1d_fn(x, torch.tensor([[10.0, 1.0]])).tolist()  # 10 x_{t-1} + x_t
     [[[1.0, 12.0, 23.0]]]
@@ -129,6 +129,7 @@ def causal_conv1d_update(
         NotImplementedError: a gradient is needed. A state that is overwritten has none: use
             `causal_conv1d_fn` with `initial_states`.
 
+    >>> import torch
     >>> state = torch.tensor([[[2.0, 3.0]]])
     >>> y = causal_conv1d_update(torch.tensor([[5.0]]), state, torch.tensor([[10.0, 1.0]]))
     >>> y.item(), state.tolist()  # 10 * 3 + 5
@@ -165,6 +166,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6) -
     Raises:
         TypeError, ValueError, NotImplementedError, ImportError: as in `causal_conv1d_fn`.
 
+    >>> import torch
     >>> x, gate = torch.tensor([[3.0, 4.0]]), torch.tensor([[50.0, 50.0]])
     >>> y = gated_rms_norm(x, gate, torch.ones(2), eps=0.0) / 50  # silu(50) is 50
     >>> (y * 12.5**0.5).tolist()  # the mean of squares is 12.5
@@ -173,9 +175,3 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6) -
     _layer_checks.check_norm("gated_rms_norm", x, gate, weight, eps)
     out: Tensor = _run(_norm_forward, x, gate, weight, eps)
     return out
-
-
-def _note_write(x: Tensor) -> None:
-    """Who saved x for a backward pass must learn that it has changed."""
-    if not torch.compiler.is_compiling() and not x.is_inference():
-        torch.autograd.graph.increment_version(x)

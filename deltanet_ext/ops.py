@@ -12,8 +12,10 @@ Common to all (equation numbers are those of docs/algorithm.md):
 * Devices: the CPU, and CUDA where `build_info()["cuda"]`; all tensors of a call on one of them.
   float64 on the CPU only. `cu_seqlens` on a GPU is never waited for: what is wrong with it there is
   no error, and its tokens and states are arbitrary.
-* Outputs are new contiguous tensors; no argument is ever written.
-* Gradients: of every tensor argument but `cu_seqlens`, by torch.autograd. For the backward pass a
+* Outputs are new contiguous tensors; no argument is ever written, but the `state` of
+  `gated_delta_rule_update`, which is there for it.
+* Gradients: of every tensor argument but `cu_seqlens`, by torch.autograd; not of
+  `gated_delta_rule_update`. For the backward pass a
   call keeps its inputs and one state per 1056 tokens. Second derivatives and forward mode raise
   NotImplementedError.
 """
@@ -37,6 +39,7 @@ __all__ = [
     "cpu_isa",
     "force_cpu_isa",
     "fused_recurrent_gated_delta_rule",
+    "gated_delta_rule_update",
     "recurrent_gated_delta_rule",
     "unit_lower_triangular_inverse",
 ]
@@ -58,6 +61,7 @@ _chunk_forward = _operator("chunk_gated_delta_rule_forward")
 _chunk_forward_saving = _operator("chunk_gated_delta_rule_forward_saving")
 _recurrent_forward = _operator("recurrent_gated_delta_rule_forward")
 _recurrent_forward_saving = _operator("recurrent_gated_delta_rule_forward_saving")
+_update = _operator("gated_delta_rule_update")
 _chunk_transition = _operator("chunk_transition")
 _inverse = _operator("unit_lower_triangular_inverse")
 
@@ -108,15 +112,7 @@ def _run_rule(
     """
     tensors = (query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
     refused = None
-    if (
-        _are_plain_cpu_tensors(tensors)
-        and (scale is None or type(scale) is float)
-        and type(output_final_state) is bool
-        and {*map(type, flags)} == {bool}  # the operator would take 1 for True
-        and forward_ad._current_level < 0
-        and not torch.compiler.is_compiling()
-        and not _in_transform()
-    ):
+    if type(output_final_state) is bool and _may_go_ahead(tensors, scale, flags):
         try:
             factor = query.shape[-1] ** -0.5 if scale is None else scale
             with torch._C._AutoDispatchBelowAutograd():
@@ -132,9 +128,27 @@ def _run_rule(
     return out, state if output_final_state else None
 
 
+def _note_write(x: Tensor) -> None:
+    """Who saved x for a backward pass must learn that it has changed."""
+    if not torch.compiler.is_compiling() and not x.is_inference():
+        torch.autograd.graph.increment_version(x)
+
+
 def _in_transform() -> bool:
     """Inside torch.vmap or torch.func, whose tensors hide that those they wrap need gradients."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _may_go_ahead(tensors: tuple[Any, ...], scale: float | None, flags: tuple[bool, ...]) -> bool:
+    """An eager call without gradients, which may be left to the checks of the operator."""
+    return (
+        _are_plain_cpu_tensors(tensors)
+        and (scale is None or type(scale) is float)
+        and {*map(type, flags)} == {bool}  # the operator would take 1 for True
+        and forward_ad._current_level < 0
+        and not torch.compiler.is_compiling()
+        and not _in_transform()
+    )
 
 
 def _are_plain_cpu_tensors(tensors: tuple[Any, ...]) -> bool:
@@ -277,6 +291,78 @@ def recurrent_gated_delta_rule(
 
 fused_recurrent_gated_delta_rule = recurrent_gated_delta_rule
 """What transformers and flash-linear-attention call `recurrent_gated_delta_rule`."""
+
+
+def gated_delta_rule_update(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    state_indices: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_v_first: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+) -> Tensor:
+    """The next tokens of running sequences, whose states are overwritten: equation (1), in place.
+
+    For servers. `recurrent_gated_delta_rule` gives the same bits, and a new state, which has to be
+    written where the old one is not: twice the memory traffic of this. On the CPU only.
+
+    Args:
+        query, key, value, g, beta: as in `chunk_gated_delta_rule`, T tokens of each of B sequences;
+            made for a few.
+        state: `[B, HV, K, V]` float32 (float64 for float64 inputs), any strides. Read and written.
+        state_indices: `[B]` int32 or int64: `state` is a pool `[N, HV, K, V]`, and row b uses slot
+            `state_indices[b]`, each slot at most once. Rows of a negative index touch none and give
+            zeros.
+        scale, use_qk_l2norm_in_kernel, state_v_first, use_gate_in_kernel, A_log, dt_bias,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval: as in `chunk_gated_delta_rule`.
+
+    Returns:
+        The output `[B, T, HV, V]` in query's dtype.
+
+    Raises:
+        TypeError, ValueError, ImportError: as in `chunk_gated_delta_rule`. Nothing is written then.
+        NotImplementedError: tensors on CUDA; or a gradient is needed, and a state that is
+            overwritten has none: use `recurrent_gated_delta_rule`.
+
+    >>> q = k = v = torch.ones(1, 1, 1, 1)
+    >>> pool = torch.tensor([7.0, 3.0]).reshape(2, 1, 1, 1)
+    >>> beta = torch.full((1, 1, 1), 0.5)
+    >>> out = gated_delta_rule_update(q, k, v, None, beta, pool, torch.tensor([1]))
+    >>> out.item(), pool.flatten().tolist()  # 3 + (1 - 3) / 2
+    (2.0, [7.0, 2.0])
+    """
+    tensors = (query, key, value, g, beta, state, state_indices, A_log, dt_bias)
+    flags = (
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        state_v_first,
+    )  # fmt: skip
+    out: Tensor | None = None
+    refused = None
+    if _may_go_ahead(tensors, scale, flags) and state is not None:
+        try:
+            factor = query.shape[-1] ** -0.5 if scale is None else scale
+            with torch._C._AutoDispatchBelowAutograd():
+                out = _update(*tensors, factor, *flags)
+        except Exception as error:
+            refused = error
+    if out is None:
+        _checks.check_rule_update("gated_delta_rule_update", *tensors, scale, *flags)
+        if refused is not None:
+            raise refused
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        out = _run(_update, *tensors, factor, *flags)
+    _note_write(state)
+    return out
 
 
 def chunk_transition(

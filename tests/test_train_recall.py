@@ -71,9 +71,9 @@ def test_sequences_ask_what_they_told() -> None:
 def test_it_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An easier task than the default one, so that seconds are enough."""
     easy = [
-        *("--steps", "150", "--batch", "32", "--tokens", "12", "--pairs", "4"),
+        *("--steps", "250", "--batch", "32", "--tokens", "12", "--pairs", "4"),
         *("--vocabulary", "16", "--warmup", "20"),
-        *("--evaluate-every", "75", "--out", str(tmp_path)),
+        *("--evaluate-every", "125", "--out", str(tmp_path)),
     ]
     assert recall.main(easy) == 0
     assert "wanted 99%" in capsys.readouterr().out

@@ -61,6 +61,9 @@ struct GatedDeltaRuleParams {
   View<1> dt_bias;        // [HV]             only with gate_in_kernel, may be absent
   View<4> initial_state;  // [N, HV, K, V]    any strides (a V-first state is only other strides)
   bool initial_state_is_identity = false;  // start from I (K = V) instead: equation (8)'s M
+  // [N], in host memory, or null. Both states are pools then: sequence n has slot state_slots[n],
+  // or none where that is negative, and its outputs are zero. Only token by token, on the CPU.
+  const int64_t* state_slots = nullptr;
 
   MutableView<4> output;       // [B, T, HV, V]  absent exactly when query is
   MutableView<4> final_state;  // [N, HV, K, V]  fp32 (fp64 for fp64 inputs), any strides
@@ -77,6 +80,7 @@ struct GatedDeltaRuleParams {
   int64_t sequence_begin(int64_t n) const { return cu_seqlens ? cu_seqlens[n] : 0; }
   int64_t sequence_end(int64_t n) const { return cu_seqlens ? cu_seqlens[n + 1] : tokens; }
   int64_t sequence_batch(int64_t n) const { return cu_seqlens ? 0 : n; }
+  int64_t state_slot(int64_t n) const { return state_slots ? state_slots[n] : n; }
 
   // Where the state before a token is saved that starts the second or a later segment of its
   // sequence. No two such tokens of a batch row lie in the same kSegmentTokens tokens, also when

@@ -397,6 +397,7 @@ struct RecurrentForward {
     const RuleTask& task;
     const Scratch& s;
     int64_t head, batch, begin, end;
+    int64_t slot;  // negative: there is no state, and nothing to compute
     int columns;
 
     Head(const GatedDeltaRuleParams& p, const RuleTask& task, const Scratch& s, int64_t head)
@@ -407,6 +408,7 @@ struct RecurrentForward {
           batch(p.sequence_batch(task.sequence)),
           begin(p.sequence_begin(task.sequence)),
           end(p.sequence_end(task.sequence)),
+          slot(p.state_slot(task.sequence)),
           columns(task.column_end - task.column_begin) {}
 
     template <class States>
@@ -446,16 +448,30 @@ struct RecurrentForward {
                     columns);
     }
 
+    void run() const {
+      if (slot < 0)
+        clear_outputs();
+      else if constexpr (X::kRowVectors > 0)
+        run_in_registers();
+      else
+        end - begin > kInRows ? run_tiles() : run_rows();
+    }
+    void clear_outputs() const {
+      std::memset(s.o, 0, sizeof(Real) * kBlock * kRow);
+      for (int64_t t = begin; t < end; t += kBlock)
+        store_outputs(t, end - t < kBlock ? int(end - t) : kBlock);
+    }
+
     // The state as the tokens of this head would read it, where it can be read in its place.
     ConstMatrix initial() const {
-      return p.initial_state ? state_of(p.initial_state, task.sequence, 0) : ConstMatrix{};
+      return p.initial_state ? state_of(p.initial_state, slot, 0) : ConstMatrix{};
     }
     bool readable(const ConstMatrix& m) const {
       return p.initial_state && m.column_stride == 1 && m.dtype == own_dtype<Real>();
     }
     void load(int column, int count, Real* to, int64_t ld) const {
       ConstMatrix from{};
-      if (p.initial_state) from = state_of(p.initial_state, task.sequence, column);
+      if (p.initial_state) from = state_of(p.initial_state, slot, column);
       load_state<X>(p.initial_state ? &from : nullptr, p.initial_state_is_identity,
                     task.column_begin + column, p.dim_k, count, to, int(ld), count);
     }
@@ -465,7 +481,7 @@ struct RecurrentForward {
     void run_in_registers() const {
       const ConstMatrix first = initial();
       Matrix last{};
-      if (p.final_state) last = state_of(p.final_state, task.sequence, 0);
+      if (p.final_state) last = state_of(p.final_state, slot, 0);
       const bool writable = p.final_state && last.column_stride == 1;
       const bool far = writable && states_exceed_caches(p) && whole_lines(p.final_state) &&
                        task.column_begin * sizeof(Real) % kScratchAlignment == 0;
@@ -518,7 +534,7 @@ struct RecurrentForward {
       Matrix final_state{};
       bool in_place = false;
       if (p.final_state) {
-        final_state = state_of(p.final_state, task.sequence, 0);
+        final_state = state_of(p.final_state, slot, 0);
         in_place = final_state.column_stride == 1;
         if (in_place)
           state = static_cast<Real*>(final_state.data), state_ld = final_state.row_stride;
@@ -588,10 +604,10 @@ struct RecurrentForward {
           copy<false>(from + c, tile(c) + row * kTileColumns, tile_width(c));
     }
     void store_tiles() const {
-      const Matrix last = state_of(p.final_state, task.sequence, 0);
+      const Matrix last = state_of(p.final_state, slot, 0);
       if (last.column_stride != 1) {
         for (int c = 0; c < columns; c += kTileColumns)
-          store_state<X>(tile(c), kTileColumns, state_of(p.final_state, task.sequence, c), p.dim_k,
+          store_state<X>(tile(c), kTileColumns, state_of(p.final_state, slot, c), p.dim_k,
                          tile_width(c));
         return;
       }
@@ -643,8 +659,10 @@ struct RecurrentForward {
 
   // Whether every task has one token, reads its state in place, and can write it past the caches.
   static bool can_overlap(const GatedDeltaRuleParams& p, const RuleTask* tasks, int count) {
-    if (!p.initial_state || !p.final_state || !states_exceed_caches(p) ||
-        !rows_aligned(p.initial_state, sizeof(Real)) || !whole_lines(p.final_state))
+    // A state that is updated in place needs no second stream.
+    if (!p.initial_state || !p.final_state || p.initial_state.data == p.final_state.data ||
+        p.state_slots || !states_exceed_caches(p) || !rows_aligned(p.initial_state, sizeof(Real)) ||
+        !whole_lines(p.final_state))
       return false;
     for (int i = 0; i < count; ++i) {
       const RuleTask& t = tasks[i];
@@ -674,7 +692,7 @@ struct RecurrentForward {
         if (h == task.value_head_begin) head.prepare_keys(head.begin, 1);
         head.prepare_values(head.begin, 1);
         const ConstMatrix first = head.initial();
-        const Matrix last = head.state_of(p.final_state, task.sequence, 0);
+        const Matrix last = head.state_of(p.final_state, head.slot, 0);
         const auto* const from = static_cast<const Real*>(first.data);
         const PagesAhead ahead{from, from + p.initial_state.stride[1], first.row_stride,
                                columns * int64_t(sizeof(Real)), p.dim_k};
@@ -699,10 +717,7 @@ struct RecurrentForward {
       for (int i = 0; i < count; ++i)
         for (int64_t h = tasks[i].value_head_begin; h < tasks[i].value_head_end; ++h) {
           const Head head(p, tasks[i], s, h);
-          if constexpr (X::kRowVectors > 0)
-            head.run_in_registers();
-          else
-            head.end - head.begin > kInRows ? head.run_tiles() : head.run_rows();
+          head.run();
         }
     }
     X::finish_streams();

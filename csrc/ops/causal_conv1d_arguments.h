@@ -18,12 +18,6 @@ namespace deltanet::ops {
 
 using OptionalTensor = std::optional<Tensor>;
 
-inline void check_index(const char* op, CheckDevice& device, const char* name, const Tensor& x) {
-  device(op, name, x);
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Int || x.scalar_type() == ScalarType::Long, op,
-                  ": ", name, " is ", name_of(x.scalar_type()), "; supported: int32, int64");
-}
-
 // Sizes and checks of x, weight and bias.
 inline CausalConv1dParams check_convolution(const char* op, CheckDevice& device, const Tensor& x,
                                             const Tensor& weight, const OptionalTensor& bias) {

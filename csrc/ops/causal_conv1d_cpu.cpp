@@ -16,13 +16,6 @@
 namespace deltanet::ops {
 namespace {
 
-// Integers of a [N] or [B, T] tensor.
-int64_t index_at(const Tensor& x, int64_t offset) {
-  return x.scalar_type() == ScalarType::Int
-             ? static_cast<const int32_t*>(x.const_data_ptr())[offset]
-             : static_cast<const int64_t*>(x.const_data_ptr())[offset];
-}
-
 // Which tokens belong together: batch rows, packed sequences, or equal neighbors in seq_idx.
 struct Runs {
   std::vector<TokenRun> list;
@@ -114,21 +107,11 @@ Tensor causal_conv1d_update(Tensor x, Tensor conv_state, Tensor weight, Optional
   const char* op = "causal_conv1d_update";
   CausalConv1dParams p = check_convolution(op, check_on_cpu, x, weight, bias);
   const int64_t slots = check_pool(op, check_on_cpu, conv_state, conv_state_indices, x, p);
+  std::vector<int64_t> rows;
+  if (conv_state_indices) rows = read_slots(op, "conv_state_indices", *conv_state_indices, slots);
   std::vector<TokenRun> runs;
-  if (conv_state_indices) {
-    std::vector<bool> taken(static_cast<size_t>(slots));
-    for (int64_t b = 0; b < p.batch; ++b) {
-      const int64_t slot = index_at(*conv_state_indices, b * conv_state_indices->strides()[0]);
-      STD_TORCH_CHECK(slot < slots, op, ": conv_state_indices has ", slot, " at position ", b,
-                      "; supported: below the ", slots, " states, or negative for none");
-      STD_TORCH_CHECK(slot < 0 || !taken[size_t(slot)], op, ": conv_state_indices has ", slot,
-                      " twice; two rows would write one state");
-      if (slot >= 0) taken[size_t(slot)] = true;
-      runs.push_back({b, 0, p.tokens, slot < 0 ? -1 : slot});
-    }
-  } else {
-    for (int64_t b = 0; b < p.batch; ++b) runs.push_back({b, 0, p.tokens, b});
-  }
+  for (int64_t b = 0; b < p.batch; ++b)
+    runs.push_back({b, 0, p.tokens, conv_state_indices ? rows[size_t(b)] : b});
   set_runs(p, runs);
   p.silu = silu;
 

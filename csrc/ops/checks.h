@@ -8,9 +8,11 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
 #include <optional>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ops/tensor_view.h"
@@ -82,6 +84,51 @@ inline void check_gate_dtype(const char* op, const char* name, const Tensor& x, 
   STD_TORCH_CHECK(t == qkv || (t == ScalarType::Float && qkv != ScalarType::Double), op, ": ", name,
                   " is ", name_of(t), "; supported with ", name_of(qkv), " inputs: ",
                   qkv == ScalarType::Double ? "float64" : "float32 or the dtype of the inputs");
+}
+
+inline void check_index(const char* op, CheckDevice& device, const char* name, const Tensor& x) {
+  device(op, name, x);
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Int || x.scalar_type() == ScalarType::Long, op,
+                  ": ", name, " is ", name_of(x.scalar_type()), "; supported: int32, int64");
+}
+
+// Integers of an index tensor on the CPU.
+inline int64_t index_at(const Tensor& x, int64_t offset) {
+  return x.scalar_type() == ScalarType::Int
+             ? static_cast<const int32_t*>(x.const_data_ptr())[offset]
+             : static_cast<const int64_t*>(x.const_data_ptr())[offset];
+}
+
+// The contents of indices [B] into a pool of `slots` states, each at most once; -1 for any negative
+// one.
+inline std::vector<int64_t> read_slots(const char* op, const char* name, const Tensor& x,
+                                       int64_t slots) {
+  std::vector<int64_t> found;
+  std::vector<bool> taken(static_cast<size_t>(slots));
+  for (int64_t b = 0; b < x.sizes()[0]; ++b) {
+    const int64_t slot = index_at(x, b * x.strides()[0]);
+    STD_TORCH_CHECK(slot < slots, op, ": ", name, " has ", slot, " at position ", b,
+                    "; supported: below the ", slots, " states, or negative for none");
+    STD_TORCH_CHECK(slot < 0 || !taken[size_t(slot)], op, ": ", name, " has ", slot,
+                    " twice; two rows would write one state");
+    if (slot >= 0) taken[size_t(slot)] = true;
+    found.push_back(slot < 0 ? -1 : slot);
+  }
+  return found;
+}
+
+// Of a tensor that is written: elements that share memory cannot be written one by one.
+inline void check_own_memory(const char* op, const char* name, const Tensor& x) {
+  std::vector<std::pair<int64_t, int64_t>> axes;  // stride, size
+  for (int64_t i = 0; i < x.dim(); ++i)
+    if (x.sizes()[i] > 1) axes.emplace_back(x.strides()[i], x.sizes()[i]);
+  std::sort(axes.begin(), axes.end());
+  int64_t reach = 0;
+  for (const auto& [stride, size] : axes) {
+    STD_TORCH_CHECK(stride > reach, op, ": ", name, " overlaps itself (shape ", shape_of(x),
+                    "); supported: elements with memory of their own");
+    reach += stride * (size - 1);
+  }
 }
 
 // All of cu_seqlens but its contents.

@@ -121,6 +121,61 @@ std::tuple<Tensor, Tensor, Tensor> recurrent_gated_delta_rule_forward_saving(
                                   use_beta_sigmoid, allow_neg_eigval, state_v_first});
 }
 
+// Writes state.
+Tensor gated_delta_rule_update(Tensor query, Tensor key, Tensor value, OptionalTensor g,
+                               OptionalTensor beta, Tensor state, OptionalTensor state_indices,
+                               OptionalTensor A_log, OptionalTensor dt_bias, double scale,
+                               bool use_qk_l2norm, bool use_gate, bool use_beta_sigmoid,
+                               bool allow_neg_eigval, bool state_v_first) {
+  const char* op = "gated_delta_rule_update";
+  const OptionalTensor none;
+  const RuleArguments x{query,
+                        key,
+                        value,
+                        g,
+                        beta,
+                        none,
+                        none,
+                        A_log,
+                        dt_bias,
+                        scale,
+                        false,
+                        use_qk_l2norm,
+                        use_gate,
+                        use_beta_sigmoid,
+                        allow_neg_eigval,
+                        state_v_first};
+  GatedDeltaRuleParams p = check_keys_and_values(op, check_on_cpu, key, value, g, beta);
+  check_rule(op, check_on_cpu, x, p);
+  check_rank(op, "state", state, 4, state_v_first ? "[N, HV, V, K]" : "[N, HV, K, V]");
+  const int64_t slots = state_indices ? state.sizes()[0] : p.batch;
+  check_shape(op, "state", state, {slots, p.value_heads, x.state_rows(), x.state_columns()},
+              state_v_first ? "[N, HV, V, K]" : "[N, HV, K, V]");
+  check_on_cpu(op, "state", state);
+  STD_TORCH_CHECK(state.scalar_type() == state_dtype(key), op, ": state is ",
+                  name_of(state.scalar_type()), "; supported: ", name_of(state_dtype(key)),
+                  ", which the arithmetic is in");
+  check_own_memory(op, "state", state);
+  std::vector<int64_t> rows;
+  if (state_indices) {
+    check_shape(op, "state_indices", *state_indices, {p.batch}, "[B]");
+    check_index(op, check_on_cpu, "state_indices", *state_indices);
+    rows = read_slots(op, "state_indices", *state_indices, slots);
+    p.state_slots = rows.data();
+  }
+  const int64_t out_sizes[] = {p.batch, p.tokens, p.value_heads, int64_t(p.dim_v)};
+  const Tensor out = allocate(query, {out_sizes, 4}, query.scalar_type());
+  p.output = mutable_view<4>(out);
+  p.initial_state = view<4>(state);
+  p.final_state = mutable_view<4>(state);
+  if (state_v_first) {
+    p.initial_state = v_first(p.initial_state);
+    p.final_state = v_first(p.final_state);
+  }
+  cpu::recurrent_forward(p, TorchParallel());
+  return out;
+}
+
 Gradients run_backward(const char* op, const RuleArguments& x, const OptionalTensor& grad_out,
                        const OptionalTensor& grad_final_state, const OptionalTensor& saved_states,
                        int64_t wanted) {
@@ -192,6 +247,7 @@ STABLE_TORCH_LIBRARY_IMPL(deltanet_ext, CPU, m) {
          TORCH_BOX(&deltanet::ops::chunk_gated_delta_rule_forward));
   m.impl("recurrent_gated_delta_rule_forward",
          TORCH_BOX(&deltanet::ops::recurrent_gated_delta_rule_forward));
+  m.impl("gated_delta_rule_update", TORCH_BOX(&deltanet::ops::gated_delta_rule_update));
   m.impl("chunk_gated_delta_rule_forward_saving",
          TORCH_BOX(&deltanet::ops::chunk_gated_delta_rule_forward_saving));
   m.impl("recurrent_gated_delta_rule_forward_saving",

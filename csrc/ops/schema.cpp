@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Every operator of the library, in one place. Fake kernels and autograd formulas are registered
-// from Python (deltanet_ext/_fake.py, _autograd.py). Functional, with one exception that its schema
-// names: no argument is written, no result aliases an argument.
+// from Python (deltanet_ext/_fake.py, _autograd.py). Functional, with two exceptions that their
+// schemas name: no argument is written, no result aliases an argument.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(deltanet_ext, m) {
@@ -46,6 +46,13 @@ STABLE_TORCH_LIBRARY(deltanet_ext, m) {
       "bool use_qk_l2norm, bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, "
       "bool state_v_first, int wanted) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  // The same for the next tokens of running sequences, whose state [N, HV, K, V] is overwritten;
+  // state_indices [B].
+  m.def(
+      "gated_delta_rule_update(Tensor query, Tensor key, Tensor value, Tensor? g, Tensor? beta, "
+      "Tensor(a!) state, Tensor? state_indices, Tensor? A_log, Tensor? dt_bias, float scale, "
+      "bool use_qk_l2norm, bool use_gate, bool use_beta_sigmoid, bool allow_neg_eigval, "
+      "bool state_v_first) -> Tensor");
   // Returns M [N, HV, K, K] and U [N, HV, K, V]: a whole sequence acts on the state as S -> M S +
   // U.
   m.def(
