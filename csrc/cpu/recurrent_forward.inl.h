@@ -249,7 +249,10 @@ struct RecurrentForward {
     Real* to;  // null: not wanted
     int64_t to_ld;
     int dim_k;
-    bool stream;  // past the caches
+    bool far;     // the old state is in memory
+    bool stream;  // the new one goes past the caches
+
+    static constexpr int kRowsAhead = 32;  // four pages of 4 KB with V = 128
 
     template <int kCount, bool kPartial = false>
     DELTANET_INLINE void read(int column, int lanes = W) const {
@@ -260,6 +263,10 @@ struct RecurrentForward {
       for (int j = 0; j < kCount; ++j) x[j] = y[j] = X::zero();
       for (int row = 0; row < dim_k; ++row, S += from_ld) {
         if (row % 8 == 0) ahead.reading(row, min_of(8, dim_k - row));
+        if (far)  // into L2, and on into the next head
+#pragma GCC unroll 8
+          for (int j = 0; j < kCount; ++j)
+            __builtin_prefetch(S + kRowsAhead * from_ld + j * W, 0, 2);
         const V k = X::set1(ks[row]), q = X::set1(qs[row]);
 #pragma GCC unroll 8
         for (int j = 0; j < kCount; ++j) {
@@ -483,8 +490,9 @@ struct RecurrentForward {
       Matrix last{};
       if (p.final_state) last = state_of(p.final_state, slot, 0);
       const bool writable = p.final_state && last.column_stride == 1;
-      const bool far = writable && states_exceed_caches(p) && whole_lines(p.final_state) &&
-                       task.column_begin * sizeof(Real) % kScratchAlignment == 0;
+      const bool far = states_exceed_caches(p);
+      const bool streamable = far && writable && whole_lines(p.final_state) &&
+                              task.column_begin * sizeof(Real) % kScratchAlignment == 0;
 
       Real* const S = s.S;
       const int64_t ld = round_up(columns, W);
@@ -513,9 +521,9 @@ struct RecurrentForward {
           if (is_last && writable) to = static_cast<Real*>(last.data), to_ld = last.row_stride;
           ahead.first = p.dim_k * i / count;
           ahead.last = p.dim_k * (i + 1) / count;
-          const bool stream = is_last && far && from != to;
-          InRegisters{s, i, ahead, from, from_ld, to, to_ld, p.dim_k, stream}.run(0, columns,
-                                                                                  Real(p.scale));
+          const bool stream = is_last && streamable && from != to;
+          InRegisters{s, i, ahead, from, from_ld, to, to_ld, p.dim_k, far && from != S, stream}.run(
+              0, columns, Real(p.scale));
           from = S;
           from_ld = ld;
         }
