@@ -104,28 +104,48 @@ def _run_rule(
     output_final_state: bool,
     *flags: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The rule on arguments as they came.
+    """The rule on arguments as they came."""
+    tensors = (query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
+    options = (output_final_state, *flags)
+    out, state, *_ = _call(call, _checks.check_rule, operator, tensors, scale, options, saving)
+    return out, state if output_final_state else None
+
+
+def _call(
+    call: str,
+    check: Callable[..., None],
+    operator: Callable[..., Any],
+    tensors: tuple[Any, ...],
+    scale: float | None,
+    options: tuple[bool, ...],
+    saving: Callable[..., Any] | None = None,
+) -> Any:
+    """An operator of the rule on arguments as they came, the query first.
 
     A decode step cannot afford to check everything twice, and the C++ operator checks all that can
     be wrong with tensors on the CPU. So an eager call without gradients goes there at once, and
     only what it refuses is looked at in Python, for an error in better words.
     """
-    tensors = (query, key, value, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
     refused = None
-    if type(output_final_state) is bool and _may_go_ahead(tensors, scale, flags):
+    if (
+        _are_plain_cpu_tensors(tensors)
+        and (scale is None or type(scale) is float)
+        and {*map(type, options)} == {bool}  # the operator would take 1 for True
+        and forward_ad._current_level < 0
+        and not torch.compiler.is_compiling()
+        and not _in_transform()
+    ):
         try:
-            factor = query.shape[-1] ** -0.5 if scale is None else scale
+            factor = tensors[0].shape[-1] ** -0.5 if scale is None else scale
             with torch._C._AutoDispatchBelowAutograd():
-                out, state = operator(*tensors, factor, output_final_state, *flags)
-            return out, state if output_final_state else None
+                return operator(*tensors, factor, *options)
         except Exception as error:
             refused = error
-    _checks.check_rule(call, *tensors, scale, output_final_state, *flags)
+    check(call, *tensors, scale, *options)
     if refused is not None:
         raise refused
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    out, state, *_ = _run(operator, *tensors, factor, output_final_state, *flags, saving=saving)
-    return out, state if output_final_state else None
+    factor = tensors[0].shape[-1] ** -0.5 if scale is None else scale
+    return _run(operator, *tensors, factor, *options, saving=saving)
 
 
 def _note_write(x: Tensor) -> None:
@@ -137,18 +157,6 @@ def _note_write(x: Tensor) -> None:
 def _in_transform() -> bool:
     """Inside torch.vmap or torch.func, whose tensors hide that those they wrap need gradients."""
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def _may_go_ahead(tensors: tuple[Any, ...], scale: float | None, flags: tuple[bool, ...]) -> bool:
-    """An eager call without gradients, which may be left to the checks of the operator."""
-    return (
-        _are_plain_cpu_tensors(tensors)
-        and (scale is None or type(scale) is float)
-        and {*map(type, flags)} == {bool}  # the operator would take 1 for True
-        and forward_ad._current_level < 0
-        and not torch.compiler.is_compiling()
-        and not _in_transform()
-    )
 
 
 def _are_plain_cpu_tensors(tensors: tuple[Any, ...]) -> bool:
@@ -346,21 +354,9 @@ def gated_delta_rule_update(
         use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first,
     )  # fmt: skip
-    out: Tensor | None = None
-    refused = None
-    if _may_go_ahead(tensors, scale, flags) and state is not None:
-        try:
-            factor = query.shape[-1] ** -0.5 if scale is None else scale
-            with torch._C._AutoDispatchBelowAutograd():
-                out = _update(*tensors, factor, *flags)
-        except Exception as error:
-            refused = error
-    if out is None:
-        _checks.check_rule_update("gated_delta_rule_update", *tensors, scale, *flags)
-        if refused is not None:
-            raise refused
-        factor = query.shape[-1] ** -0.5 if scale is None else scale
-        out = _run(_update, *tensors, factor, *flags)
+    out: Tensor = _call(
+        "gated_delta_rule_update", _checks.check_rule_update, _update, tensors, scale, flags
+    )
     _note_write(state)
     return out
 
