@@ -79,8 +79,8 @@ def test_it_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "wanted 99%" in capsys.readouterr().out
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     state = checkpoint(tmp_path)
-    assert len(state["losses"]) == 150
-    assert [step for step, _ in state["accuracies"]] == [75, 150]
+    assert len(state["losses"]) == 250
+    assert [step for step, _ in state["accuracies"]] == [125, 250]
     assert state["accuracies"][-1][1] >= 0.99
 
 

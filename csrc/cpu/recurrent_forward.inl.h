@@ -254,31 +254,38 @@ struct RecurrentForward {
 
     static constexpr int kRowsAhead = 32;  // four pages of 4 KB with V = 128
 
+    // Sums of kRowsTogether rows are added up in L1: one sum over all rows would be half as exact
+    // where terms cancel.
+    static constexpr int kRowsTogether = 16;
     template <int kCount, bool kPartial = false>
     DELTANET_INLINE void read(int column, int lanes = W) const {
       const Real *const ks = s.k + token * kRow, *const qs = s.q + token * kRow;
+      Real *const kS = s.x + column, *const qS = s.y + column;
       const Real* S = from + column;
-      V x[kCount], y[kCount];
+      for (int first = 0; first < dim_k; first += kRowsTogether) {
+        V x[kCount], y[kCount];
 #pragma GCC unroll 8
-      for (int j = 0; j < kCount; ++j) x[j] = y[j] = X::zero();
-      for (int row = 0; row < dim_k; ++row, S += from_ld) {
-        if (row % 8 == 0) ahead.reading(row, min_of(8, dim_k - row));
-        if (far)  // into L2, and on into the next head
+        for (int j = 0; j < kCount; ++j) x[j] = y[j] = X::zero();
+        const int end = min_of(first + kRowsTogether, dim_k);
+        ahead.reading(first, end - first);
+        for (int row = first; row < end; ++row, S += from_ld) {
+          if (far)  // into L2, and on into the next head
 #pragma GCC unroll 8
-          for (int j = 0; j < kCount; ++j)
-            __builtin_prefetch(S + kRowsAhead * from_ld + j * W, 0, 2);
-        const V k = X::set1(ks[row]), q = X::set1(qs[row]);
+            for (int j = 0; j < kCount; ++j)
+              __builtin_prefetch(S + kRowsAhead * from_ld + j * W, 0, 2);
+          const V k = X::set1(ks[row]), q = X::set1(qs[row]);
+#pragma GCC unroll 8
+          for (int j = 0; j < kCount; ++j) {
+            const V entry = load<kPartial>(S + j * W, lanes);
+            x[j] = X::fma(k, entry, x[j]);
+            y[j] = X::fma(q, entry, y[j]);
+          }
+        }
 #pragma GCC unroll 8
         for (int j = 0; j < kCount; ++j) {
-          const V entry = load<kPartial>(S + j * W, lanes);
-          x[j] = X::fma(k, entry, x[j]);
-          y[j] = X::fma(q, entry, y[j]);
+          X::store(kS + j * W, first ? X::add(X::load(kS + j * W), x[j]) : x[j]);
+          X::store(qS + j * W, first ? X::add(X::load(qS + j * W), y[j]) : y[j]);
         }
-      }
-#pragma GCC unroll 8
-      for (int j = 0; j < kCount; ++j) {
-        X::store(s.x + column + j * W, x[j]);
-        X::store(s.y + column + j * W, y[j]);
       }
     }
     // Backwards: the rows that were read last are the nearest.
@@ -511,10 +518,10 @@ struct RecurrentForward {
         const int count = end - t < kBlock ? int(end - t) : kBlock;
         if (head == task.value_head_begin || end - begin > kBlock) prepare_keys(t, count);
         prepare_values(t, count);
+        if (p.saved_states && t > begin && (t - begin) % kSegmentTokens == 0)
+          store_state<X>(S, int(ld), state_of(p.saved_states, p.saved_state(batch, t), 0), p.dim_k,
+                         columns);
         for (int i = 0; i < count; ++i) {
-          if (p.saved_states && t + i > begin && (t + i - begin) % kSegmentTokens == 0)
-            store_state<X>(S, int(ld), state_of(p.saved_states, p.saved_state(batch, t), 0),
-                           p.dim_k, columns);
           const bool is_last = t + i + 1 == end;
           Real* to = is_last && !p.final_state ? nullptr : S;
           int64_t to_ld = ld;
