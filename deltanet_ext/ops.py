@@ -327,7 +327,8 @@ def gated_delta_rule_update(
     Args:
         query, key, value, g, beta: as in `chunk_gated_delta_rule`, T tokens of each of B sequences;
             made for a few.
-        state: `[B, HV, K, V]` float32 (float64 for float64 inputs), any strides. Read and written.
+        state: `[B, HV, K, V]` float32 (float64 for float64 inputs), any strides. Read and written;
+            the other tensors must not share its memory.
         state_indices: `[B]` int32 or int64: `state` is a pool `[N, HV, K, V]`, and row b uses slot
             `state_indices[b]`, each slot at most once. Rows of a negative index touch none and give
             zeros.
