@@ -15,8 +15,9 @@
 //              One token and states in memory: the new state goes past the caches. Where a vector
 //              is less than a line, a head is written while the next one is read, row by row, so
 //              that memory reads and writes at the same time.
-// Registers:   where they hold both sums over 128 columns (X::kRowVectors), a token or two goes row
-//              by row through them; elsewhere several rows share a pass over the sums in L1.
+// Registers:   where they hold both sums over 128 columns (X::kRowVectors), tokens go row by row
+//              through them, whole rows at a time, and the state stays in L2 between the first and
+//              the last; elsewhere several rows share a pass over the sums in L1.
 //
 // Included inside an ISA namespace, after a vector type X.
 
@@ -725,16 +726,17 @@ struct RecurrentForward {
     for (int i = 0; i < count; ++i)
       columns = std::max(columns, tasks[i].column_end - tasks[i].column_begin);
     const Scratch s = carve(scratch, p.dim_k, columns);
-    if (!X::kRowVectors && can_overlap(p, tasks, count)) {
-      run_overlapped(p, tasks, count,
-                     {s, carve(static_cast<char*>(scratch) + s.bytes, 0, columns)});
-    } else {
-      for (int i = 0; i < count; ++i)
-        for (int64_t h = tasks[i].value_head_begin; h < tasks[i].value_head_end; ++h) {
-          const Head head(p, tasks[i], s, h);
-          head.run();
-        }
+    bool overlapped = false;
+    if constexpr (X::kRowVectors == 0) {
+      overlapped = can_overlap(p, tasks, count);
+      if (overlapped)
+        run_overlapped(p, tasks, count,
+                       {s, carve(static_cast<char*>(scratch) + s.bytes, 0, columns)});
     }
+    if (!overlapped)
+      for (int i = 0; i < count; ++i)
+        for (int64_t h = tasks[i].value_head_begin; h < tasks[i].value_head_end; ++h)
+          Head(p, tasks[i], s, h).run();
     X::finish_streams();
   }
 };
